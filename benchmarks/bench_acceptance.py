@@ -17,7 +17,8 @@ import json
 import random
 import statistics
 import time
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from configs.engine import EngineConfig
 from engine.build import build_rank

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
@@ -39,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_dbo import ANSWER_SECONDS, MODEL, MODELS, PORT, ROOT, SECONDS, ask, end
+from msgspec import structs
 
 PROMPT_TOKENS = 32
 WARM_STEPS = 4
@@ -192,7 +192,7 @@ def plan_text(options: argparse.Namespace, size: int) -> str:
             dbo_decode_token_threshold=8 if options.dbo == "on" else None, prefill_cadence="off",
         )
     )  # fmt: skip
-    return msgspec.json.encode(dataclasses.replace(plan, pin_ranks=False)).decode()
+    return msgspec.json.encode(structs.replace(plan, pin_ranks=False)).decode()
 
 
 # ---- one rank ----

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import select
@@ -35,6 +34,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "qwen3moe-small"  # of benchmarks/make_models.py
@@ -229,8 +230,8 @@ def plan_text(options: argparse.Namespace, size: int) -> str:
         )
     )
     assert plan.dbo is not None
-    forgetful = dataclasses.replace(plan.dbo, memory="")  # auto measures anew
-    return msgspec.json.encode(dataclasses.replace(plan, pin_ranks=False, dbo=forgetful)).decode()
+    forgetful = structs.replace(plan.dbo, memory="")  # auto measures anew
+    return msgspec.json.encode(structs.replace(plan, pin_ranks=False, dbo=forgetful)).decode()
 
 
 # ---- one rank ----

@@ -17,11 +17,11 @@ import json
 import math
 import statistics
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench_speculation import PROMPTS
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from configs.engine import EngineConfig

@@ -21,8 +21,9 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,8 @@ class TooNoisy(Exception):
     """Others use the machine."""
 
 
-def start_engines(arguments: argparse.Namespace, model: str) -> dict[str, Engine]:
+def engines_of(arguments: argparse.Namespace, model: str) -> dict[str, Callable[[], Engine]]:
+    """What starts each."""
     folder = Path(arguments.models) / model
     kind = arguments.gguf or LLAMA_KINDS.get(arguments.quantization, "bf16")
     gguf = folder.with_name(f"{model}.gguf" if kind == "bf16" else f"{model}-{kind}.gguf")
@@ -86,32 +88,56 @@ def start_engines(arguments: argparse.Namespace, model: str) -> dict[str, Engine
             "--threads",
             str(arguments.threads // arguments.own_ranks),
         ]
-        return {"ours": Engine("ours", str(folder), several), "one rank": Engine("ours", str(folder), single)}
-    engines = {"ours": Engine("ours", str(folder), single)}
+        return {
+            "ours": partial(Engine, "ours", str(folder), several),
+            "one rank": partial(Engine, "ours", str(folder), single),
+        }
+    engines: dict[str, Callable[[], Engine]] = {"ours": partial(Engine, "ours", str(folder), single)}
     if arguments.before:
         python, script = (
             str(Path(arguments.before).resolve() / part) for part in (".venv/bin/python", "benchmarks/engines.py")
         )
-        return engines | {"before": Engine("ours", str(folder), single, python, script)}
+        return engines | {"before": partial(Engine, "ours", str(folder), single, python, script)}
     if arguments.own_quantization:
         other = [*plain, "--quantization", arguments.own_quantization, "--threads", str(arguments.threads)]
-        return engines | {arguments.own_quantization: Engine("ours", str(folder), other)}
+        return engines | {arguments.own_quantization: partial(Engine, "ours", str(folder), other)}
     script, threads = str(HERE / "peer_engines.py"), ["--threads", str(arguments.threads)]
     if arguments.vllm_python and kind == "bf16":
         environment = vllm_environment(arguments.vllm_python, arguments.threads)
-        engines["vllm"] = Engine("vllm", str(folder), threads, arguments.vllm_python, script, environment)
+        engines["vllm"] = partial(Engine, "vllm", str(folder), threads, arguments.vllm_python, script, environment)
     if arguments.llama_python and gguf.exists():
         words = [*threads, "--no-tiles"] if arguments.no_tiles else threads
-        engines["llama"] = Engine("llama", str(gguf), words, arguments.llama_python, script)
+        engines["llama"] = partial(Engine, "llama", str(gguf), words, arguments.llama_python, script)
     return engines
 
 
-def measure(engines: dict[str, Engine], cases: tuple[str, ...], arguments: argparse.Namespace) -> dict[str, Runs]:
-    """A warm-up first, then the engines take turns."""
+def first_token(engine: Engine) -> float:
+    """Seconds from nothing."""
+    return engine.startup_s + float(engine.run({**CASES["first"], "seed": -1})["seconds"])
+
+
+def start_and_end(makes: dict[str, Callable[[], Engine]]) -> dict[str, float]:
+    """Seconds to the first token of each, which is alone."""
+    seconds = {}
+    for name, make in makes.items():
+        engine = make()
+        try:
+            seconds[name] = first_token(engine)
+        finally:
+            engine.close()
+    return seconds
+
+
+def measure(
+    engines: dict[str, Engine],
+    starts: list[dict[str, float]],
+    cases: tuple[str, ...],
+    arguments: argparse.Namespace,
+) -> dict[str, Runs]:
+    """A warm-up first, then the engines take turns. starts: how long each took of those alone; []: the one of these."""
     bandwidth = Bandwidth()
-    runs = {name: Runs() for name in engines}
-    for name, engine in engines.items():
-        runs[name].startup_s = engine.startup_s + float(engine.run({**CASES["first"], "seed": -1})["seconds"])
+    starts = [{name: first_token(engine) for name, engine in engines.items()}, *starts]
+    runs = {name: Runs(statistics.median(start[name] for start in starts[1:] or starts)) for name in engines}
     for case in cases:
         for repeat in range(-1, arguments.repeats):
             for name, engine in engines.items():
@@ -205,6 +231,12 @@ def main() -> None:
     )
     parser.add_argument("--before", metavar="DIR", help="another checkout of this, with its .venv, beside; no peers")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--starts",
+        type=int,
+        default=0,
+        help="of each engine alone, in turns: the middle one is given; 0: of both at once, the only one",
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--max-foreign", type=float, default=0.15, help="cores that others may keep busy")
     parser.add_argument("--attempts", type=int, default=5, help="to get a clean repetition")
@@ -222,9 +254,12 @@ def main() -> None:
         cases = tuple(case for case in MODELS[model] if case in wanted)
         if not cases:
             continue
-        engines = start_engines(arguments, model)
+        makes = engines_of(arguments, model)
+        # One more, as the first of each reads from disk and writes what it keeps there.
+        starts = [start_and_end(makes) for _ in range(arguments.starts + 1 if arguments.starts else 0)][1:]
+        engines = {name: make() for name, make in makes.items()}
         try:
-            for row in rows(model, measure(engines, cases, arguments), cases):
+            for row in rows(model, measure(engines, starts, cases, arguments), cases):
                 print(json.dumps(row), flush=True)
         except TooNoisy as error:
             print(f"{model}: {error}", file=sys.stderr)

@@ -26,7 +26,6 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +33,7 @@ import llguidance
 import numpy as np
 import tokenizers
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 import engine.runner
@@ -45,8 +45,8 @@ from engine.structured.guide import Guide, Masks, Matcher
 from engine.structured.xgrammar_matcher import XgrammarMatcher
 from front.messages import Grammar, LogprobsMode
 from front.outputs import RequestOutput
-from front.structured.grammar import LIMITS, checked_grammar
-from front.structured.vocabulary import grammar_tokenizer
+from front.structured.grammar import checked_grammar
+from front.structured.vocabulary import grammar_limits, grammar_tokenizer
 from front.structured.xgrammar_backend import Compiler
 from moesaic import LLM, SamplingParams, StructuredOutputsParams
 
@@ -171,7 +171,7 @@ def matchers_of(grammar: Grammar, llm: LLM) -> Callable[[], Matcher]:
         compiled = compiler.compile(grammar.text)
         return lambda: XgrammarMatcher(compiler.matcher(compiled), llm.vocab_size)
     vocabulary = grammar_tokenizer(llm.tokenizer, llm.vocab_size)
-    root = llguidance.LLMatcher(vocabulary, grammar.text, log_level=0, limits=LIMITS)
+    root = llguidance.LLMatcher(vocabulary, grammar.text, log_level=0, limits=grammar_limits())
     root.compute_bitmask()
     return root.deep_copy
 

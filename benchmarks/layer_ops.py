@@ -6,11 +6,11 @@ Weights and caches of several layers are taken in turn, so that they come from m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from msgspec.structs import replace
 from op_clock import Op
 from torch import Tensor
 

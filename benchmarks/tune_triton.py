@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from compile_ahead import compile_ahead
 from gpu_cases import MODELS, Case, all_cases
 from gpu_clock import GpuClock
+from msgspec import structs
 from torch import Tensor
 
 import layers.triton.tuned
@@ -73,7 +74,7 @@ def tune(case: Case, clock: Clock, num_threads: int = 0, deadline: float = math.
             right, seconds = False, float("inf")
         failed += not right
         if seconds < least:
-            best, least = astuple(candidate), seconds
+            best, least = structs.astuple(candidate), seconds
     return Tuned(case.kernel, case.sizes, best, least, default, failed, measured)
 
 

@@ -10,10 +10,10 @@ import ctypes
 import math
 import mmap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from cache.residuals import Residuals, no_residuals
@@ -25,8 +25,7 @@ _LINE = 64  # bytes of a cache line, at which memory begins
 _BYTES_AT_ONCE = 128 << 10  # or a large page: then a few milliseconds, where a virtual machine gets it from its host
 
 
-@dataclass(frozen=True, slots=True)
-class CacheMemory:
+class CacheMemory(Struct, frozen=True):
     """layers[l][i]: the i-th field that layer l keeps. Of a token group [blocks * block_size, *shape], a row per token
     slot; of a state group [records, *shape]. residuals: of the step under way."""
 

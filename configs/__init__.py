@@ -1,1 +1,1 @@
-"""What the user asked for and what was decided. Standard library only."""
+"""What the user asked for and what was decided. Standard library and msgspec."""

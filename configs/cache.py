@@ -1,8 +1,8 @@
-"""What is decided about the cache: how it is kept, and how much of every group a rank has. Standard library only."""
+"""What is decided about the cache: how it is kept, and how much of every group a rank has. Without torch."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from cache.spec import CacheSizes, CacheSpec, bytes_per_token, cache_sizes, fixed_bytes, state_groups
 from configs.engine import Dtype, KvCacheDtype, Plan

@@ -1,18 +1,17 @@
-"""GPUs as data: what a plan for a cluster, and a roofline, need to know of a chip. Standard library only.
+"""GPUs as data: what a plan for a cluster, and a roofline, need to know of a chip. Without torch.
 
 Rates are the vendor's datasheets', dense (without sparsity): leads, not measurements; benchmarks/gpu_check.py measures.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 GIGA = 10**9
 TERA = 10**12
 
 
-@dataclass(frozen=True, slots=True)
-class Chip:
+class Chip(Struct, frozen=True):
     """memory in bytes, bandwidth of it and of NVLink (both directions together) in bytes/s, rates in operations/s."""
 
     name: str

@@ -1,9 +1,10 @@
-"""Dual-batch overlap: what was asked for and what was decided (docs/dbo.md). Standard library only."""
+"""Dual-batch overlap: what was asked for and what was decided (docs/dbo.md). Without torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, get_args
+
+from msgspec import Struct
 
 DboMode = Literal["auto", "on", "off"]
 DBO_MODES: tuple[DboMode, ...] = get_args(DboMode)
@@ -13,8 +14,7 @@ MAX_PARTS = 8
 DECODE_TOKENS, PREFILL_TOKENS = 32, 512
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DboPlan:
+class DboPlan(Struct, frozen=True, kw_only=True):
     """Steps may be split in `num_ubatches`. From how many tokens of a rank on that pays: decode_tokens in a step of
     decodes alone, prefill_tokens in any other; None: it is measured when no rank has work, and remembered in
     `memory`."""

@@ -1,4 +1,4 @@
-"""What the user asked for (EngineConfig) and what was decided (Plan). Standard library only.
+"""What the user asked for (EngineConfig) and what was decided (Plan). Without torch.
 
 `resolve` turns one into the other, with the reason for every choice; nothing below engine and launch ever sees either
 (docs/design.md, D4): rooms below take ints, enums, groups and tensors.
@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from msgspec import Struct, field
 
 from configs.dbo import DboMode, DboPlan
 from configs.eplb import EplbConfig
@@ -34,8 +35,7 @@ class Frontend(enum.Enum):
     IN_PROCESS = enum.auto()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(Struct, frozen=True, kw_only=True):
     """None means: decide for me. Field names are the command line's, with vLLM's names where the meaning is the
     same."""
 
@@ -45,7 +45,7 @@ class EngineConfig:
     tokenizer_revision: str | None = None
     download_dir: str | None = None  # of a name: where the cache of downloads is; None: the library's place
     optimization_level: int = 3  # -O: 0 eager, 1 graphs, 2 split steps and drafts where they pay, 3 measured kernels
-    hf_overrides: dict[str, Any] = field(default_factory=dict)  # fields in the place of those of config.json
+    hf_overrides: dict[str, Any] = {}  # fields in the place of those of config.json
     served_model_name: tuple[str, ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # float16: in float32, which holds it
@@ -94,8 +94,7 @@ class EngineConfig:
         check_types(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Struct, frozen=True, kw_only=True):
     """Every choice made. Sent to the ranks as JSON."""
 
     model_path: str
@@ -152,9 +151,9 @@ class Plan:
     spin_threads: bool = False  # a rank's threads look for work for some microseconds before they sleep
     cudagraph_mode: GraphMode = "none"
     cudagraph_capture_sizes: tuple[int, ...] = ()  # rows of the graphs, ascending; (): every size as it comes, on a CPU
-    hf_overrides: dict[str, Any] = field(default_factory=dict)
+    hf_overrides: dict[str, Any] = {}
     ranks_per_machine: int = 0  # GPUs of one machine; 0: on CPUs
     # What the checkpoint's files were at the start (layers/identity.py): size, time of change, inode, digest. Empty:
     # unknown.
-    checkpoint: dict[str, tuple[int, int, int, str]] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)  # field -> why
+    checkpoint: dict[str, tuple[int, int, int, str]] = {}
+    reasons: dict[str, str] = {}  # field -> why

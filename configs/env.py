@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Env:
+class Env(NamedTuple):
     """MOESAIC_API_KEY, MOESAIC_ADMIN_KEY: keys (comma-separated) that must not show in `ps`; VLLM_API_KEY, one more of
     the first kind, so that a script of vLLM's does not leave the server open. MOESAIC_RUNTIME_DIR: where
     sockets and stores of a running server live (default: the temporary directory). MOESAIC_URL: the server that `chat`,
@@ -66,7 +65,10 @@ def _user_cache() -> Path:
 
 
 WITH_NUMPY = {"OPENBLAS_NUM_THREADS": "1"}  # no rank computes with it, and a process with threads is not forked
-_SPINS = 10_000  # about 100 microseconds: from one operation to the next, and nothing while a rank is idle
+_SPINS = "10000"  # about 100 microseconds: from one operation to the next, and nothing while a rank is idle
+# What libraries read of an environment when they are loaded, in a process that does not know of its plan yet: as most
+# ranks have it that have several threads; with one it does not matter.
+BEFORE_PLAN = {**WITH_NUMPY, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": _SPINS}
 
 
 def child_environment(threads: int, spin: bool = False, gpus: bool = False) -> dict[str, str]:
@@ -78,14 +80,26 @@ def child_environment(threads: int, spin: bool = False, gpus: bool = False) -> d
     wanted = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     wanted |= {**WITH_NUMPY, "TOKENIZERS_PARALLELISM": "false"}
     if spin:
-        wanted["GOMP_SPINCOUNT"] = str(_SPINS)
+        wanted["GOMP_SPINCOUNT"] = _SPINS
     unless_set = {"EP_DISABLE_GIN": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"} if gpus else {}
     return {**unless_set, **os.environ, **wanted}
+
+
+def fits_before_plan(environment: Mapping[str, str]) -> bool:
+    """Whether a rank with the environment may have libraries that were loaded with `BEFORE_PLAN`."""
+    return environment.get("OMP_NUM_THREADS") == "1" or environment.items() >= BEFORE_PLAN.items()
 
 
 def set_variables(values: Mapping[str, str]) -> None:
     """Of this process, before it loads the libraries that read them."""
     os.environ.update(values)
+
+
+def take_environment(values: Mapping[str, str]) -> None:
+    """In the place of this process's own."""
+    for name in os.environ.keys() - values.keys():
+        del os.environ[name]
+    set_variables(values)
 
 
 def forget_no_columns() -> None:

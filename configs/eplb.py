@@ -1,18 +1,17 @@
-"""How experts are balanced at run time: the fields of --eplb-config (a JSON object). Standard library only."""
+"""How experts are balanced at run time: the fields of --eplb-config (a JSON object). Without torch."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec import Struct, structs
 
 from configs.json_option import json_object
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EplbConfig:
+class EplbConfig(Struct, frozen=True, kw_only=True):
     """Steps are steps of the engine in which some rank had tokens.
 
     placement: a file of `moesaic eplb plan` to start with; None: the linear one.
@@ -35,7 +34,7 @@ class EplbOptions(NamedTuple):
     num_redundant_experts: int | None
 
 
-FIELDS = tuple(field.name for field in dataclasses.fields(EplbConfig))
+FIELDS = tuple(field.name for field in structs.fields(EplbConfig))
 # vLLM's fields with the same meaning under another name, or in another place.
 STEP_INTERVAL, REDUNDANT, USE_ASYNC = "step_interval", "num_redundant_experts", "use_async"
 
@@ -104,7 +103,7 @@ def plan_eplb(
     if not spare:
         why = "as asked; without spare slots experts can only change places (--num-redundant-experts)"
     placement = config.placement
-    return dataclasses.replace(config, placement=str(Path(placement).absolute())) if placement else config, why
+    return structs.replace(config, placement=str(Path(placement).absolute())) if placement else config, why
 
 
 def _is_number(value: object) -> bool:

@@ -1,9 +1,9 @@
-"""What is decided about the way tokens travel to their experts, beside which backend carries them. Standard library
-only."""
+"""What is decided about the way tokens travel to their experts, beside which backend carries them.
+Without torch."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from configs.engine import EngineConfig, Plan
 from configs.formats import weight_item

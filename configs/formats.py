@@ -1,8 +1,8 @@
-"""How matrices are kept in memory. Standard library only."""
+"""How matrices are kept in memory. Without torch."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from configs.engine import Dtype, EngineConfig, ExpertFormat
 from configs.gpu import gpu_expert_format

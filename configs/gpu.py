@@ -1,21 +1,23 @@
 """What is decided about GPUs: whether to use them, how tokens travel between them, and which steps are captured as
-graphs. Standard library only; `resolve` calls it, and nothing here looks at the machine but `find_gpus` and
+graphs. Without torch; `resolve` calls it, and nothing here looks at the machine but `find_gpus` and
 `find_rdma`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from configs.chips import Chip
 from configs.engine import EngineConfig, ExpertFormat, GraphMode, Plan
+from configs.versions import torch_version
 
 MEBI = 1 << 20
 GPU_MEMORY_PART = 0.9  # of a GPU's memory, unless told otherwise: activations, graphs and libraries take the rest
@@ -25,8 +27,7 @@ GRAPH_MODES: tuple[GraphMode, ...] = ("none", "piecewise", "full_decode_only", "
 MAX_CAPTURED = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(Struct, frozen=True):
     """One kind, `count` of them in this machine, or in each of a cluster's. memory in bytes: what a rank may count
     on."""
 
@@ -40,8 +41,7 @@ class Gpu:
         return Gpu(chip.name, chip.arch, chip.memory, chip.per_machine)
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
+class Exchange(Struct, frozen=True):
     """How tokens travel between GPUs: a name of ep/table.py, and why. not_captured: "", or why a CUDA graph cannot hold
     the exchanges of decode steps. padded_tokens: of a rank, for which every expert slot has room for rows in those; 0:
     it has not."""
@@ -60,9 +60,8 @@ def find_gpus(visible: str | None) -> tuple[Gpu | None, str]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None, "there is no nvidia-smi on this machine"
-    try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
+    version = torch_version()
+    if not version:
         return None, "torch is not installed"
     if "+cpu" in version:
         return None, f"torch {version} is a build without CUDA"

@@ -1,4 +1,4 @@
-"""Memory that is kept for captured graphs when the size of a GPU's cache is decided. Standard library only.
+"""Memory that is kept for captured graphs when the size of a GPU's cache is decided. Without torch.
 
 Graphs are captured after the cache has been allocated, so what they take must have been left for them. It is an
 estimate, in three parts: what the driver keeps for every kernel of every graph; the rows of one step, which the largest
@@ -8,7 +8,7 @@ says at the start what its graphs really took.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from configs.cache import block_bytes
 from configs.engine import EngineConfig, Plan

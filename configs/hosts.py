@@ -1,4 +1,4 @@
-"""A server on several machines: which ranks are where, and how they reach each other. Standard library only.
+"""A server on several machines: which ranks are where, and how they reach each other. Without torch.
 
 One machine is the head: it has the front (HTTP), the first ranks, and the ports below. The others are headless: they
 have ranks and nothing else. On the head, at --data-parallel-rpc-port and the ports after it:
@@ -12,10 +12,10 @@ and on each machine + 4 + R: the doorbell of its rank R. Exchanges between ranks
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct, structs
 
 from configs.machine import Machine
 
@@ -23,8 +23,7 @@ DEFAULT_PORT = 29550
 _FRONT, _STORE, _BELLS = 1, 3, 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hosts:
+class Hosts(Struct, frozen=True, kw_only=True):
     """The part of this machine: `local` of `size` ranks, from `first` on. head: its address or name; port: the first of
     its ports."""
 
@@ -46,8 +45,7 @@ class Hosts:
         return self.port + _BELLS + rank
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
+class Network(Struct, frozen=True, kw_only=True):
     """addresses: for each rank that of its machine; parts: which of the server's parts it is in, each of which has a
     supervisor, and a store of weights if there is to be one. Sent to the ranks as JSON."""
 
@@ -151,7 +149,7 @@ def hosts_of(
 def as_one(machine: Machine, hosts: Hosts) -> Machine:
     """The machine that all would be together if the others are like this one: what is decided for a rank is then right
     for those that are here. They share no memory beyond a machine's own."""
-    return dataclasses.replace(
+    return structs.replace(
         machine,
         cores=machine.cores * hosts.size // hosts.local,
         free_memory=machine.free_memory * hosts.size // hosts.local,

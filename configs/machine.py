@@ -1,21 +1,21 @@
-"""What a choice depends on: the machine, and the sizes of the model. Standard library only."""
+"""What a choice depends on: the machine, and the sizes of the model. Without torch."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
+
+from msgspec import Struct
 
 from cache.spec import CacheSpec
 from configs.engine import Dtype
 from configs.gpu import Exchange, Gpu
+from configs.versions import __version__
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(Struct, frozen=True):
     """What this machine offers. memory in bytes, free when asked."""
 
     device: Literal["cpu", "cuda"]
@@ -45,12 +45,10 @@ class Machine:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class ModelNumbers:
+class ModelNumbers(Struct, frozen=True):
     """What a choice needs to know of a model. cache_spec(dtype, fp8): as models/facts.py has it."""
 
     path: str
-    tokenizer_path: str = field(default="", kw_only=True)  # of another tokenizer; "": the model's own
     name: str  # what the server calls it unless told otherwise
     architecture: str
     max_position_embeddings: int
@@ -70,6 +68,7 @@ class ModelNumbers:
     num_layers: int = 0
     context_limit: int = 0  # the most tokens of a sequence; 0: max_position_embeddings
     context_reason: str = "max_position_embeddings"
+    tokenizer_path: str = ""  # of another tokenizer; "": the model's own
 
     @property
     def usual_len(self) -> int:
@@ -102,15 +101,11 @@ def this_machine() -> Machine:
 def measured_here() -> dict[str, str | int]:
     """What tells times that were measured by this release on this machine from those of others that may remember theirs
     in the same directory."""
-    try:
-        release = version("moesaic")
-    except PackageNotFoundError:  # run from its sources
-        release = ""
     names = ("vendor_id", "cpu family", "model", "model name", "stepping")
     first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
     pairs = (line.partition(":") for line in first.splitlines())
     cpu = " ".join(value.strip() for name, _, value in pairs if name.strip() in names)
-    return {"version": release, "cpu": cpu, "cores": len(os.sched_getaffinity(0))}
+    return {"version": __version__, "cpu": cpu, "cores": len(os.sched_getaffinity(0))}
 
 
 def free_memory() -> int:

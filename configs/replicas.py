@@ -4,7 +4,7 @@ for `moesaic explain --nnodes N` on CPUs.
 What differs is told, and nothing else. With shared experts a machine reads only its part of them, for the tokens of
 all machines; a replica reads those of its own tokens, which soon are all of them. Shared experts wait for exchanges:
 two round trips in each layer with experts, and the bytes of rows (docs/cpu_cluster.md has the formula). Products,
-attention and sampling are the same. Standard library only.
+attention and sampling are the same. Without torch.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from __future__ import annotations
 import ctypes
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 READ_BYTES = 1 << 28  # of each of two buffers: more than caches hold for one process
 STREAMS = (1, 4, 16, 64, 256)  # of a machine
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
+class Sharing(Struct, frozen=True, kw_only=True):
     """A model on machines. experts, chosen: of a layer and of a token; layers: with experts; hidden: numbers of a row;
     item, sent_item: bytes of a number on the way back and there; expert_bytes, other_bytes: of all weights; ranks: of
     a machine; link: bytes per second in each direction; round_trip: seconds; memory: bytes that are free; reads: bytes
@@ -88,8 +88,7 @@ class Sharing:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True):
     """Of a decode step. streams: of a machine; milliseconds that experts take to be read by a replica and where they
     are shared, and that exchanges take there."""
 

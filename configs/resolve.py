@@ -1,4 +1,4 @@
-"""EngineConfig -> Plan: every choice made once, with its reason. Standard library only.
+"""EngineConfig -> Plan: every choice made once, with its reason. Without torch.
 
 `moesaic explain` prints the reasons; nothing is decided anywhere else.
 """
@@ -9,13 +9,13 @@ from cache.spec import CacheSpec, bytes_per_token, state_groups
 from configs.cache import block_bytes, blocks_within, cache_bytes, fitting_sequences, kept_cache, state_bytes
 from configs.checks import checked, fitting
 from configs.dbo import plan_dbo
-from configs.deterministic import fixed_order
 from configs.engine import MAX_RANKS, Dtype, EngineConfig, Frontend, Plan
 from configs.eplb import plan_eplb
 from configs.exchange import with_dispatch
 from configs.formats import as_kept, expert_format, linear_format
 from configs.gpu import GPU_MEMORY_PART, with_graphs
 from configs.graph_memory import with_graph_memory
+from configs.implied import fixed_order
 from configs.machine import Machine, ModelNumbers
 from configs.store import plan_store, with_bytes
 from configs.threads import pin_ranks, spin_threads

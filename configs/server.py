@@ -1,16 +1,16 @@
-"""What the HTTP server was asked to be. Standard library only."""
+"""What the HTTP server was asked to be. Without torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct
 
 # vLLM's names of what follows grammars: the first three are llguidance.
 STRUCTURED_BACKENDS = ("auto", "guidance", "llguidance", "xgrammar")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
+class ServerConfig(Struct, frozen=True, kw_only=True):
     """Sizes in bytes, times in seconds. Keys are SHA-256 hex digests, so that no key stands in a file or a log."""
 
     host: str = "127.0.0.1"
@@ -21,8 +21,8 @@ class ServerConfig:
     root_path: str = ""  # before every route, where a proxy leaves it there; "" or "/name"
     ssl_certfile: str | None = None  # with ssl_keyfile: HTTPS
     ssl_keyfile: str | None = None
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # unless a request sets them
-    generation: dict[str, float] = field(default_factory=dict)  # defaults of sampling, before all others
+    chat_template_kwargs: dict[str, Any] = {}  # unless a request sets them
+    generation: dict[str, float] = {}  # defaults of sampling, before all others
     chat_template: str | None = None  # text of a template that replaces the model's
     content_parts: bool = False  # templates get a message's content as a list of parts, not as one text
     tool_call_parser: str | None = (

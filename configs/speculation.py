@@ -1,11 +1,11 @@
-"""Speculation: what was asked for, and what was decided (docs/speculation.md). Standard library only."""
+"""Speculation: what was asked for, and what was decided (docs/speculation.md). Without torch."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
+
+from msgspec import Struct, structs
 
 Method = Literal["prediction", "ngram", "suffix", "mtp"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -19,8 +19,7 @@ DEFAULT_LOOKUP = 5  # vLLM's
 DECIDED = ("memory", "whole")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculativeConfig:
+class SpeculativeConfig(Struct, frozen=True, kw_only=True):
     """Names are those of vLLM's --speculative-config.
 
     method: where drafts come from, besides the predictions that requests bring; "prediction": from nowhere else.
@@ -49,7 +48,7 @@ class SpeculativeConfig:
 
 def parse_speculative_config(values: dict[str, Any], where: str = "speculative_config") -> SpeculativeConfig | None:
     """None: no drafts, as `{"method": "none"}` asks for. ValueError on one line that names the field and its limits."""
-    names = [field.name for field in dataclasses.fields(SpeculativeConfig) if field.name not in DECIDED]
+    names = [field.name for field in structs.fields(SpeculativeConfig) if field.name not in DECIDED]
     unknown = [name for name in values if name not in names]
     if unknown:
         raise ValueError(f"{where}: unknown field {unknown[0]!r:.100}; the fields are {', '.join(names)}")

@@ -1,9 +1,10 @@
-"""Where weights lie: in memory of each rank's own, or in the store of the machine. Standard library only."""
+"""Where weights lie: in memory of each rank's own, or in the store of the machine. Without torch."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from configs.engine import EngineConfig, Plan
 from configs.machine import Machine, ModelNumbers

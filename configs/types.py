@@ -12,7 +12,7 @@ _WORDS = {int: "an integer", float: "a number", bool: "True or False", str: "a t
 
 
 def check_types(config: Any) -> None:
-    """config: a dataclass. ValueError names the first field with a value of another type, and what it may be."""
+    """config: a Struct. ValueError names the first field with a value of another type, and what it may be."""
     kind: type = type(config)
     for name, hint in _hints(kind).items():
         value = getattr(config, name)

@@ -19,11 +19,11 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Protocol
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from dbo.steps import Steps, drain, weave
@@ -69,8 +69,7 @@ class GraphLibrary(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class GraphPolicy:
+class GraphPolicy(Struct, frozen=True):
     """Which steps have graphs. full, piecewise: ascending numbers of rows that are captured ahead, of the sequences of
     decode steps and of the tokens of any step. exact: decode steps of at most so many sequences are captured when the
     first one comes. few_tokens: full graphs are for steps in which no rank has more. num_ubatches: of a step that is
@@ -268,8 +267,7 @@ def _round_up(sizes: Sequence[int], count: int) -> int:
     return sizes[index] if index < len(sizes) else -1
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(Struct, frozen=True):
     """A call of the index-th operation. arguments: of the captured pass, the first num_rows of which have a row per
     token. out_T: what the graph behind it reads."""
 
@@ -279,8 +277,7 @@ class _Call:
     out_T: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Exchange:
+class _Exchange(Struct, frozen=True):
     """x: what the graph before leaves for it; out: where the one behind it finds what it gives."""
 
     steps: Callable[[Tensor, int], Steps[Tensor]]
@@ -289,8 +286,7 @@ class _Exchange:
     out_TD: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
+class _Pass(Struct, frozen=True):
     """A forward pass: its graphs and what runs between them, in their order. prepares: of each operation, what makes it
     anew for a step. hidden: of each part, with padding."""
 

@@ -6,18 +6,19 @@ For `moesaic explain` only. Sizes are counted on a model of torch's "meta" devic
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from configs.cache import cache_bytes
 from configs.chips import CHIPS, Chip
 from configs.engine import Dtype, EngineConfig, Plan
 from configs.env import read_env
 from configs.gpu import GPU_MEMORY_PART, Gpu
-from configs.levels import at_level
+from configs.implied import at_level
 from configs.machine import ModelNumbers
 from configs.presets import PRESETS, preset_of
 from configs.resolve import resolve
@@ -39,8 +40,7 @@ LIBRARIES = ("deep_ep", "deep_gemm", "flashinfer", "flash_mla", "nvshmem", "pplx
 _OF_BACKEND = {"deepgemm": "deep_gemm", "flashinfer": "flashinfer", "flashmla": "flash_mla"}
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """One part of the engine: what runs it, and of each candidate "ok" or why not."""
 
     part: str
@@ -48,8 +48,7 @@ class Choice:
     verdicts: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Parameters:
+class Parameters(Struct, frozen=True):
     """How many the model has, without layers that draft. routed: in routed experts. active: those that a token is
     multiplied by; of embeddings it only takes a row, so a table is among them where the head shares it."""
 
@@ -58,8 +57,7 @@ class Parameters:
     active: int
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterPlan:
+class ClusterPlan(Struct, frozen=True):
     """memory: bytes of one GPU, by what takes them."""
 
     plan: Plan

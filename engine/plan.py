@@ -6,8 +6,9 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from configs.cache import cache_bytes, with_resumed_steps
 from configs.engine import Dtype, EngineConfig, Frontend, Plan
@@ -16,7 +17,7 @@ from configs.exchange import with_vocab_parallel
 from configs.formats import HALF_BYTES, QUANTIZED_BYTES, as_kept, weight_item
 from configs.gpu import Exchange, Gpu, chosen_device, find_gpus, find_rdma
 from configs.hosts import Hosts, as_one
-from configs.levels import HIGHEST, at_level
+from configs.implied import HIGHEST, at_level
 from configs.machine import Machine, ModelNumbers, this_machine
 from configs.presets import preset_of
 from configs.resolve import DEFAULT_BATCHED_TOKENS, resolve
@@ -73,8 +74,7 @@ def make_plan(
     hosts: Hosts | None = None,
     frontend: Frontend = Frontend.SERVER,
 ) -> Plan:
-    """hosts: some of the ranks are on other machines. Raises ValueError, one line that names the file or the field, for
-    whatever cannot be served."""
+    """hosts: ranks are on other machines too. Raises ValueError, one line that names the file or the field."""
     config = at_level(config)
     if config.logits_processors:
         check_processors(config.logits_processors, frontend is Frontend.IN_PROCESS)

@@ -6,12 +6,12 @@ Legend: P rows whose logits are wanted, S sequences sampled.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import Struct
 
 from dbo.split import Cut
 from layers.step import StepInput
@@ -21,8 +21,7 @@ Bools = npt.NDArray[np.bool_]
 V = TypeVar("V")
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledTokens:
+class ScheduledTokens(Struct, frozen=True):
     """Entries of a schedule, or pieces of them; entry_B: which. begins_B: whether it is the first piece of its
     entry."""
 
@@ -107,8 +106,7 @@ def spread(work: ScheduledTokens, num_decodes: int) -> tuple[Ints, Ints, Ints]:
     return np.repeat(work.rows_B, work.counts_B), position_T, query_ends_B
 
 
-@dataclass(frozen=True, slots=True)
-class PromptPart:
+class PromptPart(Struct, frozen=True):
     """Prompt tokens whose log-probabilities were asked for and whose predecessors are computed in this step.
 
     Their logits are rows first_logit : first_logit + len(target_ids) of `PreparedStep.logits_rows_P`. A prompt that is
@@ -159,8 +157,7 @@ class Verified(NamedTuple):
     room: int
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedStep:
+class PreparedStep(Struct, frozen=True):
     """inputs: one per part; their tokens one after another are those of the step. A part may have none. graphs: of each
     part the one that it is laid out for; None: it runs eager.
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from cache.memory import CacheMemory
@@ -40,8 +40,7 @@ V = TypeVar("V")
 _PREPARING, _BALANCING, _SAMPLING = int(Kind.PREPARING), int(Kind.BALANCING), int(Kind.SAMPLING)
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(Struct, frozen=True):
     """What a step brought, as `Scheduler.update` takes it: one entry per entry of the schedule."""
 
     token_ids: list[list[int]]  # [] where nothing was sampled

@@ -7,8 +7,9 @@ step n is then the input of step n+1 before the scheduler has seen it, so the ba
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 if TYPE_CHECKING:  # so that benchmarks/gpu_check.py runs where there is torch and nothing else
     from engine.recovery.resumed_step import ResumedStep
@@ -17,8 +18,7 @@ if TYPE_CHECKING:  # so that benchmarks/gpu_check.py runs where there is torch a
     from front.messages import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class NewRow:
+class NewRow(Struct, frozen=True):
     """A request takes a row (first time, or again after a preemption, with all the tokens known by then)."""
 
     row: int
@@ -33,8 +33,7 @@ class NewRow:
     stay: int = 0  # of the request in the row (cache/rows.py)
 
 
-@dataclass(slots=True)
-class Schedule:
+class Schedule(Struct):
     """Lists of equal length describe the work: row rows[i] computes tokens starts[i] : starts[i] + counts[i] of its
     sequence; if samples[i], its last hidden state is sampled. Rows with counts 1 that sample come first. With drafts
     (engine/speculation/drafter.py) the last len(drafts[i]) of those tokens are guesses, and the states from the last
@@ -44,19 +43,19 @@ class Schedule:
     """
 
     step_id: int
-    freed_rows: list[int] = field(default_factory=list)
-    new_rows: list[NewRow] = field(default_factory=list)
-    new_blocks: list[tuple[int, list[list[int]]]] = field(default_factory=list)  # (row, per group what its table gets)
-    rows: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
-    drafts: list[list[int]] = field(default_factory=list)  # behind the last known token; [] where no entry has any
-    warm: list[bool] = field(default_factory=list)  # whether the layer that drafts knows the tokens before; []: all
+    freed_rows: list[int] = []
+    new_rows: list[NewRow] = []
+    new_blocks: list[tuple[int, list[list[int]]]] = []  # (row, per group what its table gets)
+    rows: list[int] = []
+    starts: list[int] = []
+    counts: list[int] = []
+    samples: list[bool] = []
+    drafts: list[list[int]] = []  # behind the last known token; [] where no entry has any
+    warm: list[bool] = []  # whether the layer that drafts knows the tokens before; []: all
     draft_depth: int = 0  # drafts that follow the step, as the ranks have agreed; 0: the layer that drafts is left out
-    state_reads: list[int] = field(default_factory=list)  # records (cache/records.py); [] where a model has no state
-    state_writes: list[int] = field(default_factory=list)
-    state_kept: list[int] = field(default_factory=list)  # inputs in the record that is read, which come first
+    state_reads: list[int] = []  # records (cache/records.py); [] where a model has no state
+    state_writes: list[int] = []
+    state_kept: list[int] = []  # inputs in the record that is read, which come first
     most_tokens: int = 0  # of any rank in this step, as the ranks have agreed
     agreed_step: int = 0  # its number among all ranks
     resumed: ResumedStep | None = None  # None: it begins at the embedding

@@ -19,11 +19,11 @@ R rows of the batch, F rows whose token comes from the device.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from cache.residuals import Residuals, no_residuals

@@ -11,12 +11,12 @@ any.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from engine.device import Upload
@@ -56,8 +56,7 @@ class Limits(NamedTuple):
         return self.scratch_blocks or (0,) * self.num_tables
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Struct, frozen=True):
     """Where steps of one shape lie. Host arrays have columns for padding too; tensors have not."""
 
     tokens_FT: Ints

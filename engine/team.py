@@ -9,13 +9,13 @@ a pure function; the first record of the agreement proves it.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+from msgspec import Struct, structs
 
 from dbo.alive import AGREEING, goes_on, meets
 from dbo.steps import Steps
@@ -213,7 +213,7 @@ class Team:
     def hosts(self, placement: Placement, tables: Sequence[SlotTable]) -> None:
         """The slots now hold that; route by it. Called by the thread that runs the steps, between two of them."""
         self._placement = placement
-        self._model.update_expert_map(dataclasses.replace(self._model.parallel, placement=placement), tables)
+        self._model.update_expert_map(structs.replace(self._model.parallel, placement=placement), tables)
 
     def begin(self, epoch: int, alive: Sequence[bool]) -> None:
         """Meet the live ranks of this epoch. When they are too few to hold every expert nothing opens: the next
@@ -366,8 +366,7 @@ class Team:
         return sorted(updates.values())
 
 
-@dataclass(slots=True)
-class _Forming:
+class _Forming(Struct):
     """An epoch whose ranks have met, and bring what its placement wants. agreed: when they knew it, by the clock."""
 
     placement: Placement | None

@@ -10,10 +10,10 @@ Legend: T tokens, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, Generic, TypeVar
 
+from msgspec import Struct
 from torch import Tensor
 
 from ep.protocol import AllToAll, Arrived, Pending, Routing
@@ -121,8 +121,7 @@ class InstrumentedLane:
             recorder.add(kind, began, recorder.resumed, recorder.step, amount, self._layer, self.lane)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ticket:
+class _Ticket(Struct, frozen=True):
     inner: object
     arrived_at: int
     num_rows: int  # padding included

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ep.protocol import AllToAll
 from eplb.placement import Placement
 
 
-@dataclass(frozen=True, slots=True)
-class Parallel:
+class Parallel(Struct, frozen=True):
     """placement is None for a model without routed experts.
 
     make_lanes(num_slots, hidden_size): the all-to-alls of this rank, one per lane of overlap. It is called once per

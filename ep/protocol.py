@@ -6,10 +6,10 @@ Legend: T tokens of this rank, K experts per token, R rows arrived, S slots of a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Generic, ParamSpec, Protocol, TypeVar
 
+from msgspec import Struct
 from torch import Tensor
 
 from moe_kernels.layout import ExpertBatch, Layout, TokenBatch
@@ -59,8 +59,7 @@ class Later(Generic[V]):
         return self._finish()
 
 
-@dataclass(frozen=True, slots=True)
-class Routing:
+class Routing(Struct, frozen=True):
     """Where each token goes. slot_TK: int64 [T, K] slot in the group (rank of the group * S + local slot), distinct
     within a row; weight_TK: float32 [T, K]."""
 
@@ -68,8 +67,7 @@ class Routing:
     weight_TK: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(Struct, frozen=True):
     """What dispatch brought: rows for the local experts, or tokens whose rows they take themselves; and the ticket that
     combine takes back."""
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 HOST_NAMES = ("local", "shm", "shm_padded", "gloo", "mailbox")
 DEVICE_NAMES = (
@@ -72,8 +74,7 @@ def is_installed(module: str) -> bool:
     return module in sys.modules or importlib.util.find_spec(module) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Situation:
+class Situation(Struct, frozen=True):
     """What a backend is to serve. 0 and "" mean that it is not known, and nothing is refused for it."""
 
     ranks: int

@@ -4,10 +4,11 @@ own file when it is made."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from ep.backends.collective import CollectiveAllToAll
@@ -106,8 +107,7 @@ def make_lanes(
     return [PairedLane(state, of_many, of_few, few) for of_many, of_few in pairs]
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
+class _Order(Struct, frozen=True):
     """make_lanes' arguments."""
 
     group: Group

@@ -8,10 +8,11 @@ Legend: L MoE layers, E logical experts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import replace
 
 from eplb.balance import Floats, checked_load
 from eplb.mover import improve
@@ -29,8 +30,7 @@ _CHURN_STEPS = 100
 _NOISE, _CHANCE = 0.25, 8.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BalancerConfig:
+class BalancerConfig(Struct, frozen=True, kw_only=True):
     """All in steps, bytes and balancedness (mean / max of rank loads).
 
     memory_steps: time constant of the average of loads; reweight_interval, move_interval: steps between decisions, 0
@@ -48,8 +48,7 @@ class BalancerConfig:
     max_moves_per_layer: int = 4
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(Struct, frozen=True):
     """The placement to use from now on. moved: the experts to be brought to a slot before (none when only shares
     change).
 

@@ -5,10 +5,9 @@ Legend: L MoE layers, G ranks, S slots of a rank, E logical experts.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from eplb.balance import Floats, Ids, checked_load
 from eplb.coverage import domains_of, numbered

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import force_setattr, replace
 
 _SHARE_TOLERANCE = 1e-3
 _HEADER = 6  # the integers that `to_bytes` begins with
@@ -25,8 +26,7 @@ class Distance(IntEnum):
     OTHER_MACHINE = 2
 
 
-@dataclass(frozen=True, eq=False)
-class Placement:
+class Placement(Struct, frozen=True, eq=False):
     """slot_to_expert: int32 [L, G, S], -1 for an unused slot; share: float32 [L, G, S], the part of its expert's tokens
     that a slot receives (the shares of an expert over all its slots sum to 1; 0 on unused slots).
 
@@ -43,8 +43,8 @@ class Placement:
     slot_to_expert: npt.NDArray[np.int32]
     share: npt.NDArray[np.float32]
     alive: tuple[bool, ...]
-    failure_domains: tuple[int, ...] = field(default=())
-    stores: tuple[int, ...] = field(default=())
+    failure_domains: tuple[int, ...] = ()
+    stores: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         # Copies: a caller that goes on writing to its array must not change a value that was already checked.
@@ -52,11 +52,11 @@ class Placement:
         share = np.array(self.share, dtype=np.float32)
         slot_to_expert.flags.writeable = False
         share.flags.writeable = False
-        object.__setattr__(self, "slot_to_expert", slot_to_expert)
-        object.__setattr__(self, "share", share)
-        object.__setattr__(self, "alive", tuple(bool(a) for a in self.alive))
-        object.__setattr__(self, "failure_domains", tuple(int(d) for d in self.failure_domains))
-        object.__setattr__(self, "stores", tuple(int(label) for label in self.stores))
+        force_setattr(self, "slot_to_expert", slot_to_expert)
+        force_setattr(self, "share", share)
+        force_setattr(self, "alive", tuple(bool(a) for a in self.alive))
+        force_setattr(self, "failure_domains", tuple(int(d) for d in self.failure_domains))
+        force_setattr(self, "stores", tuple(int(label) for label in self.stores))
         self._check_shapes()
         self._check_coverage()
 

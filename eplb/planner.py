@@ -6,11 +6,11 @@ Legend: L MoE layers, G ranks, S slots of a rank, E logical experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from eplb.assign import rank_groups, relabel
 from eplb.balance import Floats, Ids, balancedness, checked_load, rank_load
@@ -33,8 +33,7 @@ _GOOD_NOW, _GOOD_LATER = 0.95, 0.88
 _DRIFT = 0.2
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedPlacement:
+class PlannedPlacement(Struct, frozen=True, eq=False):
     """A placement and how good it is for the loads it was made from.
 
     method: how it was made; balance: float64 [L], balancedness with its shares; lower_bound: float64 [L], the least
@@ -95,8 +94,7 @@ def plan(
     return PlannedPlacement(placement, "lpt" if method == "auto" else method, balance, bound_L)
 
 
-@dataclass(frozen=True)
-class _Layout:
+class _Layout(Struct, frozen=True):
     """The live ranks only, without gaps."""
 
     num_ranks: int

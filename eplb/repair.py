@@ -7,11 +7,11 @@ Legend: L MoE layers, G ranks, S slots of a rank, E logical experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from eplb.placement import Placement, linear_placement, owner_shares
 

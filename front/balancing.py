@@ -10,10 +10,10 @@ import itertools
 import logging
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
+from msgspec import Struct
 
 from front.front import Front
 from front.messages import BalanceCommand, BalanceReply, BalanceReport, BalanceStatus, FrontToRank, RankToFront
@@ -34,8 +34,7 @@ class BalancerRefused(RuntimeError):
     """The leading rank has said why it does not do it."""
 
 
-@dataclass(slots=True, eq=False)
-class _Open:
+class _Open(Struct, eq=False):
     command: BalanceCommand
     answer: asyncio.Future[BalanceReply]
     rank: int | None = None  # that was asked

@@ -20,9 +20,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
+
+from msgspec import Struct
 
 from configs.engine import MAX_RANKS
 from front.messages import Joined, Membership, NoneLeft, RankFailed, RankLost, RankReady, Waiting
@@ -43,8 +44,7 @@ class State(Enum):
 _MEMBERS = (State.LOADING, State.UP, State.JOINING)
 
 
-@dataclass(slots=True)
-class Recovery:
+class Recovery(Struct):
     """One lost rank, and the seconds until tokens came again.
 
     detect: from the last sign of life to the front's knowing. repair: the slowest survivor's own count.
@@ -62,7 +62,7 @@ class Recovery:
     first_token: float | None = None
     total: float = 0.0  # detect, and from `notified` to the first token (or to the last Joined)
     replayed: int = 0  # requests moved to another rank
-    missing: set[int] = field(default_factory=set)  # members that have not said Joined
+    missing: set[int] = set()  # members that have not said Joined
     joined: float | None = None  # when the last one did
     token_came: bool = False  # from a rank that had said Joined, while others had not
 

@@ -5,6 +5,7 @@ Limits are OpenAI's and vLLM's, except for the number and the length of stop str
 
 from __future__ import annotations
 
+import importlib
 import math
 import secrets
 from collections.abc import Iterable
@@ -12,7 +13,6 @@ from collections.abc import Iterable
 import msgspec
 
 from front.messages import SamplingParams, StructuredOutputsParams
-from front.structured.grammar import checked_grammar
 from front.text import Tokenizer
 
 MAX_N = 16384
@@ -115,7 +115,8 @@ def resolve(params: SamplingParams, tokenizer: Tokenizer | None, prompt_len: int
     grammar = params.grammar
     if params.structured_outputs is not None and grammar is None:
         assert tokenizer is not None
-        grammar = checked_grammar(params.structured_outputs, tokenizer)
+        checks = importlib.import_module("front.structured.grammar")  # few ask for it, and it takes a while
+        grammar = checks.checked_grammar(params.structured_outputs, tokenizer)
     return msgspec.structs.replace(
         params,
         structured_outputs=None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import subprocess
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.process.orphan import child_command
 from launch.lasting import popen
@@ -16,8 +16,7 @@ MODULE = "engine.process.fork_process"
 ROOM = " " * 2048  # the last word of its command line, where the kernel finds those of the processes it becomes
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """socket: its standard input, our end."""
 
     process: subprocess.Popen[bytes]

@@ -10,8 +10,10 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from configs.engine import Plan
 from configs.env import child_environment
@@ -45,14 +47,13 @@ MAX_UNKNOWN_PEERS = 64  # that have not
 END_GRACE = 2.0  # beyond the time that its ranks have: for another machine to end
 
 
-@dataclass(slots=True)
-class _Host:
+class _Host(Struct):
     """Another machine, from its Hello until its link ends."""
 
     link: ControlConnection
     first: int
     local: int
-    processes: dict[int, int] = field(default_factory=dict)  # of its ranks that have not ended
+    processes: dict[int, int] = {}  # of its ranks that have not ended
 
     @property
     def ranks(self) -> str:

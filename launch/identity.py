@@ -3,12 +3,12 @@ itself."""
 
 from __future__ import annotations
 
-import dataclasses
-from importlib.metadata import version
+import msgspec
+from msgspec import structs
 
 from configs.engine import Plan
+from configs.versions import __version__, torch_version
 
-PACKAGES = ("moesaic", "torch")
 # Fields of a plan that a machine decides for itself.
 OWN = frozenset(
     {
@@ -33,7 +33,7 @@ OWN = frozenset(
 
 
 def versions() -> dict[str, str]:
-    return {package: version(package) for package in PACKAGES}
+    return {"moesaic": __version__, "torch": torch_version()}
 
 
 def other_weights(theirs: Plan, ours: Plan) -> str:
@@ -61,7 +61,7 @@ def differences(theirs: Plan, ours: Plan) -> list[str]:
 
 def _shared(plan: Plan) -> dict[str, object]:
     """Where a machine remembers what it has measured is its own business too."""
-    dbo = None if plan.dbo is None else dataclasses.replace(plan.dbo, memory="")
-    speculation = None if plan.speculation is None else dataclasses.replace(plan.speculation, memory="")
-    values = dataclasses.asdict(dataclasses.replace(plan, dbo=dbo, speculation=speculation))
+    dbo = None if plan.dbo is None else structs.replace(plan.dbo, memory="")
+    speculation = None if plan.speculation is None else structs.replace(plan.speculation, memory="")
+    values: dict[str, object] = msgspec.to_builtins(structs.replace(plan, dbo=dbo, speculation=speculation))
     return {name: value for name, value in values.items() if name not in OWN}

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from configs.engine import Plan
 from configs.env import child_environment
@@ -50,8 +52,7 @@ MAX_TRIES = 15  # of every rank in a row, when none is left: then none will be s
 LEAVE_SECONDS = 10.0  # a rank that is not wanted any more is killed when it has not left by then
 
 
-@dataclass(slots=True)
-class _Place:
+class _Place(Struct):
     """One rank, whatever process it is just now. child None: it is down."""
 
     rank: int
@@ -98,11 +99,9 @@ class RankMonitor:
         watches: bool = True,
     ) -> None:
         """startup_timeout: the most seconds that a restarted rank may take to load; the first start is the caller's to
-        bound.
-
-        module: what a rank's process runs; options: more words of its command line. ranks: those of this machine; None:
-        all, and only then may their number change. standby: keep processes that become the next ranks. watches: say
-        which ranks wait for which (launch/waits.py); off where another machine does."""
+        bound. module: what a rank's process runs; options: more words of its command line. ranks: those of this
+        machine; None: all, and only then may their number change. standby: keep processes that become the next ranks.
+        watches: say which ranks wait for which (launch/waits.py); off where another machine does."""
         self.restarts = False
         self.left = False  # a rank has ended by itself with exit code 0, as the front told it to
         self._children = children

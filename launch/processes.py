@@ -19,11 +19,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
 import msgspec
+from msgspec import Struct
 
 from engine.process.fork_process import Told
 from engine.process.orphan import adopt_orphans, child_command
@@ -185,8 +185,7 @@ def sweep(root: Path) -> None:
                 os.close(lock)
 
 
-@dataclass(slots=True)
-class Child:
+class Child(Struct):
     name: str
     rank: int  # -1 for what is no rank
     process: subprocess.Popen[bytes] | Forked

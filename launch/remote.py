@@ -11,7 +11,6 @@ lost, 128 and the signal's number when a signal ended it while its ranks were lo
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import select
 import signal
@@ -19,6 +18,8 @@ import socket
 import time
 from pathlib import Path
 from types import FrameType
+
+from msgspec import structs
 
 from configs.engine import Plan
 from configs.hosts import Hosts, family_of, front_endpoint, resolve
@@ -68,7 +69,7 @@ class RemoteSupervisor:
         self.said = ""  # last, of what may be said again and again
         self.hello = Hello(
             versions=versions(),
-            plan=dataclasses.replace(plan, reasons={}),
+            plan=structs.replace(plan, reasons={}),
             first=hosts.first,
             local=hosts.local,
         )

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec import Struct
 
 WORK_SHARE = 0.1  # of a core: what a process at work takes at least, unless it has to wait for one, or for a disk ...
 BUSY_SHARE = 0.25  # ... and then its main thread is found so in this part of the looks
@@ -63,8 +64,7 @@ def _children(process: int) -> list[int]:
         return []
 
 
-@dataclass(slots=True)
-class Window:
+class Window(Struct):
     """Some looks at a process whose loop stands still, from the first one on."""
 
     began: float

@@ -12,7 +12,8 @@ import json
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from configs.machine import free_memory
 from engine.process.console import say
@@ -26,8 +27,7 @@ FIRST_PAUSE = 1.0  # ... from this on
 KEPT_FREE = 2 << 30  # bytes: with less only one waits
 
 
-@dataclass(slots=True)
-class _Waiting:
+class _Waiting(Struct):
     """ready: it waits for its command line."""
 
     child: Child

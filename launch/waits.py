@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from engine.process.console import say
 from engine.process.heartbeat import Sign, Track
@@ -25,8 +26,7 @@ _MEETING = "meeting"
 FRONT: Key = (-1, ())
 
 
-@dataclass(slots=True)
-class _Open:
+class _Open(Struct):
     """A wait of one or more ranks. told: its line has been said."""
 
     waits: list[Wait]

@@ -19,6 +19,8 @@ from store.cache import WeightCache
 from store.memory import Store, complete_key, make_store
 from store.pages import brought_in
 
+NICENESS = 19  # of what is done while ranks may be at work
+
 
 class Keeper(Protocol):
     """Files in memory under names, as launch/processes.py: RuntimeDir has them."""
@@ -80,7 +82,9 @@ class WeightsKept:
     def _lock(self) -> None:
         """Pages of a file on disk stay in memory while this process lives, as far as it may say so: a system that is
         short of memory, or takes back what has not been used for a while, would read them again in the middle of a
-        step. Ranks do not say so themselves, so that the kernel need not unlock all of it to end one."""
+        step. Ranks do not say so themselves, so that the kernel need not unlock all of it to end one. They may be at
+        their first request by now, and have the cores."""
+        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)  # on Linux of this thread
         self._locked.enter_context(brought_in(self._file, locked=True))
 
     def leave_writer(self) -> None:

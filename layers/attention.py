@@ -13,11 +13,11 @@ sequence, L keys per sequence (padded), H query heads, Hkv key/value heads, G qu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from msgspec import Struct
 from torch import Tensor
 
 from layers import choice, reference
@@ -35,8 +35,7 @@ MAX_MASK_ELEMENTS = 4 << 20
 MAX_CONVERTED_ELEMENTS = 3072  # of a head's keys, for which float32 is the faster way on a CPU
 
 
-@dataclass(frozen=True, slots=True)
-class HeadCounts:
+class HeadCounts(Struct, frozen=True):
     """num_heads is a multiple of num_kv_heads."""
 
     num_heads: int
@@ -48,8 +47,7 @@ class HeadCounts:
         return self.num_heads // self.num_kv_heads
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
+class _Batch(Struct, frozen=True):
     """b sequences of Q queries each. rows: slice or int64 [b * Q]; blocks int64 [b * N]; mask [b, 1, 1 or Q * G, L], in
     the dtype of the computation."""
 
@@ -60,8 +58,7 @@ class _Batch:
     mask: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Single:
+class _Single(Struct, frozen=True):
     """One sequence: its queries are the last of its kv_len tokens."""
 
     rows: slice

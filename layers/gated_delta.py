@@ -13,11 +13,12 @@ head serves H / Hk in a row), K width of a key, V of a value; W taps, C channels
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from msgspec import Struct
+from msgspec.structs import astuple
 from torch import Tensor, nn
 
 from layers import choice
@@ -30,8 +31,7 @@ PIECE = 1024  # tokens of a sequence whose numbers are in float32 at the same ti
 L2_EPS = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaShape:
+class DeltaShape(Struct, frozen=True):
     """channel_decay: there is a decay for each channel of a key, else one for each head. num_heads is a multiple of
     num_key_heads. In the order of native.gated_delta's sizes."""
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "none"]  # none: nothing is rotated
 
 
-@dataclass(frozen=True, slots=True)
-class RopeParameters:
+class RopeParameters(Struct, frozen=True):
     """dim: rotated dimensions of a head; unrotated: the others, where positions rotate a part of it. Fields of other
     kinds than `kind` are unused.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 
 DTYPES = {
     "F64": torch.float64,
@@ -29,8 +29,7 @@ _MOST = (1 << 63) - 1
 _MOST_TEXT = 200  # characters of an error that repeats what is in the file
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(Struct, frozen=True):
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int  # byte in the file

@@ -6,9 +6,10 @@ Sequences lie one after another in the token axis; those with exactly one query 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 
@@ -50,8 +51,7 @@ class Resumed(NamedTuple):
     residual_TD: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class StepInput:
+class StepInput(Struct, frozen=True):
     """slots_T and block_table_BN are those of the first token group; most models have no other."""
 
     token_ids_T: Tensor  # int64 [T]

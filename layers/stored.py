@@ -6,9 +6,9 @@ Legend: O output features, I input features, G groups of inputs.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 BLOCK = 128  # FP8 weights have one scale per BLOCK x BLOCK weights, or for each output, or one in all
@@ -32,8 +32,7 @@ class StoredForm(enum.Enum):
     )
 
 
-@dataclass(frozen=True, slots=True)
-class StoredWeight:
+class StoredWeight(Struct, frozen=True):
     """A weight as it lies in the checkpoint. shape: what it stands for. scale: of FP8, INT8 and INT4 float32, of MXFP4
     uint8. zero: of INT4_ZERO, float32."""
 

@@ -7,10 +7,10 @@ of the cache.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from layers.optional import load

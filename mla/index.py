@@ -15,11 +15,11 @@ tile.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from msgspec import Struct
 from torch import Tensor
 
 from layers import choice
@@ -39,8 +39,7 @@ class IndexShape(NamedTuple):
     topk: int  # K
 
 
-@dataclass(frozen=True, slots=True)
-class IndexQueries:
+class IndexQueries(Struct, frozen=True):
     """The queries of a step that choose, prepared once for all layers.
 
     lens: how many keys each sees, int64 [U]. sequence: of each, int64 [U]; None: query u is of sequence u. table and

@@ -9,9 +9,9 @@ of them; N, P, C, X, K = N + P, V widths (mla/protocol.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from layers.paged_prefill import PagedPrefill, can_prefill
@@ -31,8 +31,7 @@ def can_run(shape: MlaShape, dtype: torch.dtype, device: torch.device) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Built:
+class _Built(Struct, frozen=True):
     """Sequences whose keys and values are built together, some heads at a time. blocks: int64, of all of them."""
 
     attend: PagedPrefill

@@ -10,9 +10,9 @@ B sequences of the step, N blocks of a sequence, U padded query rows of a side. 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from layers.step import StepInput
@@ -29,8 +29,7 @@ MAX_WASTE = 1.3  # padded work over real work in a group, in (query, key) pairs
 FREE_WASTE = 1024  # padding below this is cheaper than one more group
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """Keys per group of several sequences and per piece of one alone, and queries per tile. None of them changes
     results beyond rounding."""
 
@@ -51,8 +50,7 @@ class Limits:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class KeyTile:
+class KeyTile(Struct, frozen=True):
     """Queries first:last of a group see all keys below num_open of the piece, none from num_keys on, and of those
     between the ones that are not hidden: bool [b, last - first, num_keys - num_open]; None: nothing is hidden."""
 
@@ -63,8 +61,7 @@ class KeyTile:
     hidden: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class KeyPiece:
+class KeyPiece(Struct, frozen=True):
     """S consecutive keys of each sequence. blocks: int64 [b * blocks of a piece].
 
     With more than one sequence S is a whole number of blocks and every tile takes all of it: a part of it would have to
@@ -76,8 +73,7 @@ class KeyPiece:
     tiles: tuple[KeyTile, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class QueryGroup:
+class QueryGroup(Struct, frozen=True):
     """Padded query rows first_row : first_row + b * Q of its side."""
 
     first_row: int
@@ -86,8 +82,7 @@ class QueryGroup:
     pieces: tuple[KeyPiece, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PlanSide:
+class PlanSide(Struct, frozen=True):
     """What runs one way (absorbed or naive). rows: int64 [U], token of each padded query row, or None: tokens
     first_token : first_token + U as they lie."""
 
@@ -97,8 +92,7 @@ class PlanSide:
     groups: tuple[QueryGroup, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillPlan:
+class PrefillPlan(Struct, frozen=True):
     """restore: int64 [T], where each token's result lies in [rows of absorbed | rows of naive]; None: at its place."""
 
     absorbed: PlanSide
@@ -106,8 +100,7 @@ class PrefillPlan:
     restore: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillFlops:
+class PrefillFlops(Struct, frozen=True):
     naive: int
     absorbed: int
 

@@ -13,9 +13,9 @@ the latent, X = C + P width of a cache row, V width of a head's value, R rows of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from msgspec import Struct
 from torch import Tensor
 
 from layers.step import StepInput
@@ -23,8 +23,7 @@ from layers.step import StepInput
 PrefillMode = Literal["naive", "absorbed", "auto"]
 
 
-@dataclass(frozen=True, slots=True)
-class MlaShape:
+class MlaShape(Struct, frozen=True):
     num_heads: int  # H
     qk_nope_head_dim: int  # N
     qk_rope_head_dim: int  # P

@@ -4,9 +4,9 @@ installed, and the shape. The one place of this room where the device is asked f
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 
 from layers import choice
 from mla.protocol import MlaShape
@@ -21,8 +21,7 @@ PIP = {
 FLASHMLA_BLOCK = 64  # tokens of a block, which its kernels are written for
 
 
-@dataclass(frozen=True, slots=True)
-class MlaFacts:
+class MlaFacts(Struct, frozen=True):
     """What the choice depends on. capability: (9, 0) for Hopper, None without a GPU; installed: backends whose package
     is there; block_size: None while it is still open."""
 

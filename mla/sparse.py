@@ -10,9 +10,9 @@ index key, K most keys chosen, R rows of the cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 from layers import choice
@@ -113,8 +113,7 @@ class SparseStep:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
+class _Parts(Struct, frozen=True):
     """Which queries choose: all decodes, and those of prompts that see more than topk keys. lens: keys that each sees.
     tokens: of the step, int64 [U]; None: all. dense: the others as a step of their own, dense_tokens: int64, or None
     where there are none."""

@@ -6,10 +6,10 @@ Legend: T tokens, D hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 
 from dbo.steps import Steps
@@ -20,8 +20,7 @@ from layers.step import StepInput
 from models.graph_breaks import GraphBreaks, Operation
 
 
-@dataclass(frozen=True, slots=True)
-class LayerContext:
+class LayerContext(Struct, frozen=True):
     """What the sublayers of one forward pass share. rope: of its positions. operations: what the family has prepared
     for this step (`Decoder.prepare`). lane: of the exchanges between ranks."""
 

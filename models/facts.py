@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Protocol
+
+from msgspec import structs
 
 from cache.spec import CacheSpec, state_groups
 from models.key_names import KeyNames
 
 
 class ModelFacts(Protocol):
-    """Every family's config dataclass has these."""
+    """Every family's config, a Struct, has these."""
 
     @property
     def architecture(self) -> str: ...
@@ -58,7 +59,7 @@ def with_kept_drafts(facts: ModelFacts, most: int) -> ModelFacts:
     assert takes_drafts(facts)
     if getattr(facts, "kept_drafts", None) is None:
         return facts
-    with_room: ModelFacts = dataclasses.replace(facts, kept_drafts=most)  # type: ignore[type-var]  # dataclasses
+    with_room: ModelFacts = structs.replace(facts, kept_drafts=most)  # type: ignore[type-var]  # all are Structs
     return with_room
 
 
@@ -67,5 +68,5 @@ def with_drafts(facts: ModelFacts, whole: bool = False) -> ModelFacts:
     have all of its experts, which are placed nowhere."""
     assert mtp_layers(facts)
     more = {"drafts": True, "whole_drafts": whole and facts.num_moe_layers > 0}
-    with_layer: ModelFacts = dataclasses.replace(facts, **more)  # type: ignore[type-var]  # all are dataclasses
+    with_layer: ModelFacts = structs.replace(facts, **more)  # type: ignore[type-var]  # all are Structs
     return with_layer

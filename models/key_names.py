@@ -4,11 +4,11 @@ Face transformers. Free of torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 
-@dataclass(frozen=True, slots=True)
-class KeyNames:
+class KeyNames(Struct, frozen=True):
     """How a family's checkpoints call the same things.
 
     prefix: in front of every key of the language model, which the checkpoint has beside others. skipped: what keys

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 
 from ep.experts import Experts, WeightFormat
@@ -20,8 +20,7 @@ from store.filling import Units, Whole
 PACKED = "packed-"  # and a WeightFormat: the name of a linear layer's packed weights
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Struct, frozen=True):
     """read: fills the tensors of `module` from a checkpoint. Experts in it are no tensors of it."""
 
     module: nn.Module

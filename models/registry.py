@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec import Struct
 
 from models.deepseek import config as deepseek
 from models.facts import ModelFacts
@@ -32,8 +33,7 @@ _BESIDE_TEXT = ("quantization_config", "tie_word_embeddings")  # of a model with
 _ROPE_NAMES = {"rope_scaling", "rope_parameters"}
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(Struct, frozen=True):
     """parse: the config reader. model: class `name` of `module`, called with (config, parallel, dtype, device); of
     models with latent attention with mla_prefill, mla_backend and fp8_cache too."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from models.fields import Fields
 
@@ -13,8 +14,7 @@ from models.fields import Fields
 RouterMethod = Literal["softmax", "greedy", "group_limited_greedy", "noaux_tc", "softmax_bias"]
 
 
-@dataclass(frozen=True, slots=True)
-class RouterConfig:
+class RouterConfig(Struct, frozen=True):
     """num_groups, topk_groups: experts are chosen within the best groups; 1: there are none. smallest_sum: weights are
     divided by their sum or by this, whichever is more (softmax_bias). logit_bias: the logits have a bias (softmax)."""
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from moe_kernels.silu_mul import silu_mul
 
 
-@dataclass(frozen=True, slots=True)
-class Activation:
+class Activation(Struct, frozen=True):
     """gate * sigmoid(alpha * gate) * (up + offset), of gates of at most `limit` and ups between -limit and limit. As it
     stands it is silu(gate) * up; gpt-oss has (1.702, 7, 1)."""
 
@@ -32,8 +31,7 @@ class Activation:
 SILU = Activation()
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertKind:
+class ExpertKind(Struct, frozen=True):
     """How experts compute, beside their sizes. biased: both matrices have a bias."""
 
     activation: Activation = SILU

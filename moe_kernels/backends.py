@@ -6,9 +6,9 @@ Legend: D hidden size, F expert width.
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 
 from layers.choice import on_gpu
 from moe_kernels.activation import GATED, ExpertKind
@@ -21,8 +21,7 @@ PIP = {"deepgemm": "pip install sgl-deep-gemm", "flashinfer": "pip install 'flas
 _PACKAGES = {"deepgemm": "deep_gemm", "flashinfer": "flashinfer"}
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertFacts:
+class ExpertFacts(Struct, frozen=True):
     """What the choice depends on. native: the CPU kernels can run; on_gpu: Triton's can; capability: (9, 0) for Hopper,
     None without a GPU; installed: backends whose package is there."""
 

@@ -8,10 +8,10 @@ B = ceil(D / 128), N = ceil(F / 128).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from layers.optional import load
@@ -22,8 +22,7 @@ from moe_kernels.layout import ExpertBatch, Layout
 EXPECTED_ROWS = 64  # of a slot: a hint for the size of tiles where only the device knows
 
 
-@dataclass(frozen=True, slots=True)
-class _Aligned:
+class _Aligned(Struct, frozen=True):
     """Where ragged rows lie when every slot begins at a multiple of the alignment. from_row: int64 [M], to_row: int64
     [R]; layout: the library's grouped_layout."""
 

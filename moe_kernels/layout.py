@@ -7,11 +7,11 @@ T tokens, K experts per token.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 
@@ -20,8 +20,7 @@ class Layout(enum.Enum):
     PADDED = "padded"  # [S, C, D]; rows past a slot's count are undefined
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertBatch:
+class ExpertBatch(Struct, frozen=True):
     """Rows grouped by the slot that is to work on them.
 
     x: RAGGED [R, D] or PADDED [S, C, D]; rows_S: int32 [S], the number of valid rows of each slot (RAGGED: they sum to
@@ -45,8 +44,7 @@ class TokenMemory(NamedTuple):
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokenBatch:
+class TokenBatch(Struct, frozen=True):
     """Tokens as they are, each with its choice of slots: the experts sort them and return the weighted sum, [T, D], or
     a row for each choice.
 

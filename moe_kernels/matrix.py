@@ -5,10 +5,10 @@ Legend: O output features, I input features, G groups of 32 inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from moe_kernels.quant import BLOCK
@@ -43,8 +43,7 @@ SCALE_ROWS = {WeightFormat.FP8: BLOCK, WeightFormat.INT8: 1}
 HALF_MOST = torch.finfo(torch.float16).max
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledMatrix:
+class ScaledMatrix(Struct, frozen=True):
     """weight [O, I] float8_e4m3fn or int8; scale float32 [ceil(O / scale_rows), ceil(I / 128)]: a weight is its number
     times the scale of its block."""
 
@@ -90,8 +89,7 @@ def dequantize(matrix: ScaledMatrix, dtype: torch.dtype) -> Tensor:
     return scale.mul_(matrix.weight_OI.float()).to(dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class HalfMatrix:
+class HalfMatrix(Struct, frozen=True):
     """Weights of 4 bits: codes uint8 [O, 16 G], two each, the first in the lower half; scale_OG float16, of MXFP4
     bfloat16; zero_OG float16, of INT4_ZERO only. shape: (O, I)."""
 

@@ -5,17 +5,15 @@ Legend: T tokens, D hidden size, K experts per token, S slots, R rows, P (token,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from moe_kernels.layout import ExpertBatch, Layout
 
 
-@dataclass(frozen=True, slots=True)
-class Bags:
+class Bags(Struct, frozen=True):
     """Which rows make up each token: token t is the sum over p in starts_T[t] : starts_T[t + 1] (for the last one: to
     the end) of weight_P[p] * y[row_P[p]]. row and starts int64, weight float32."""
 

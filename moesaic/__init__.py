@@ -17,13 +17,13 @@ from moesaic.rooms import ROOMS, check_rooms, no_collections
 if TYPE_CHECKING:
     from configs.engine import EngineConfig
     from configs.eplb import EplbConfig
+    from configs.versions import __version__
     from front.messages import SamplingParams, StructuredOutputsParams
     from front.outputs import CompletionOutput, RequestOutput
     from front.search.beams import BeamSearchOutput, BeamSearchParams
     from moesaic.async_llm import AsyncLLM
     from moesaic.llm import LLM
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput", "EngineConfig", "EplbConfig",
     "RequestOutput", "SamplingParams",
@@ -41,6 +41,7 @@ _HOMES = {
     "BeamSearchParams": "front.search.beams",
     "RequestOutput": "front.outputs",
     "CompletionOutput": "front.outputs",
+    "__version__": "configs.versions",
 }
 
 

@@ -8,10 +8,10 @@ import random
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import click
+from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
@@ -132,10 +132,9 @@ def serve(url: str | None, api_key: str | None, **case: Any) -> None:
         raise unreached(url or env.url, error) from None
 
 
-@dataclass(slots=True)
-class _Timing:
+class _Timing(Struct):
     began: float
-    chunks: list[float] = field(default_factory=list)
+    chunks: list[float] = []
     tokens: int = 0
     error: str = ""
 

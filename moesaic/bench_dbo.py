@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import statistics
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from msgspec import structs
 
 import moesaic
 from configs.engine import EngineConfig
@@ -60,7 +60,7 @@ def _measure(config: EngineConfig, mode: str, tokens: int, steps: int, path: Pat
     if mode == "on":
         more |= {"dbo_prefill_token_threshold": 1, "dbo_decode_token_threshold": 1}
     ranks = config.data_parallel_size
-    with moesaic.LLM.from_config(dataclasses.replace(config, **more)) as llm:
+    with moesaic.LLM.from_config(structs.replace(config, **more)) as llm:
         length = min(tokens, llm.plan.max_model_len - 1)
         count = ranks * (-(-tokens * (steps + 4) // length))  # ranks need not begin in the same step
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)

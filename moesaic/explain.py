@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import importlib
 import json
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -167,7 +167,7 @@ def _explain_cluster(config: EngineConfig, gpu: str, installed: str | None, as_j
         raise ValueError(f"installed: {unknown[0]!r} is none of {', '.join(module.LIBRARIES)}")
     cluster: ClusterPlan = module.plan_cluster(config, gpu, lambda name: name in there)
     if as_json:
-        values = dataclasses.asdict(cluster)
+        values = msgspec.to_builtins(cluster)
         reasons = values["plan"].pop("reasons")
         print(json.dumps({**values, "reasons": reasons, "installed": list(there)}))
         return
@@ -192,7 +192,7 @@ def _explain_cluster(config: EngineConfig, gpu: str, installed: str | None, as_j
 
 
 def _show(plan: Plan, as_json: bool, sharing: Sharing | None = None) -> None:
-    values = dataclasses.asdict(plan)
+    values = msgspec.to_builtins(plan)
     reasons = values.pop("reasons")
     values["checkpoint"] = {name: digest for name, (_, _, _, digest) in plan.checkpoint.items()}
     if as_json:
@@ -214,9 +214,9 @@ def _show(plan: Plan, as_json: bool, sharing: Sharing | None = None) -> None:
 
 
 def _numbers_of(sharing: Sharing) -> dict[str, Any]:
-    rows = [{**dataclasses.asdict(row), "saved_ms": row.saved_ms} for row in sharing.rows()]
+    rows = [{**msgspec.to_builtins(row), "saved_ms": row.saved_ms} for row in sharing.rows()]
     found = {"bytes_per_token": sharing.bytes_per_token, "round_trips_ms": 1000 * sharing.round_trips, "rows": rows}
-    return {**dataclasses.asdict(sharing), **found, "advice": sharing.advice}
+    return {**msgspec.to_builtins(sharing), **found, "advice": sharing.advice}
 
 
 def _show_memory(plan: Plan) -> None:

@@ -3,13 +3,13 @@ meaning is the same, so that launch scripts carry over."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import click
+from msgspec import structs
 
 from configs.dbo import DBO_MODES
 from configs.engine import EngineConfig
@@ -122,8 +122,8 @@ SECONDS = Number(0, 1e6)
 
 
 _HINTS = get_type_hints(EngineConfig)
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
-_EPLB_FIELDS = ", ".join(f"{field.name} {json.dumps(field.default)}" for field in dataclasses.fields(EplbConfig))
+_DEFAULTS = {field.name: field.default for field in structs.fields(EngineConfig)}
+_EPLB_FIELDS = ", ".join(f"{field.name} {json.dumps(field.default)}" for field in structs.fields(EplbConfig))
 
 
 def _of(name: str, help: str | None = None, *names: str, **more: Any) -> Callable[[Command], Command]:

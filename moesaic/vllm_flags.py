@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import click
+from msgspec import Struct
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(Struct, frozen=True):
     """kind: None for a flag without a value. fits: the values that can be; (): all. why: against others. said: what is
     said when it is given; "": nothing, as it is so."""
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
-from dataclasses import dataclass
 from operator import truediv
+
+from msgspec import Struct
 
 from native.features import Isa, best_isa, isa
 from native.formats import WeightFormat
@@ -42,8 +43,7 @@ _time_panel = returning(ctypes.c_double, "native_time_panel", ctypes.c_int, *[ct
 _probe_products = returning(ctypes.c_int64, "probe_products", ctypes.c_int, ctypes.c_int64, ctypes.c_int)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """products: of rows of bfloat16 by panels of it. narrow_rows: where that is AMX or AVX2, with up to so many rows
     FP8 weights are widened in vector registers all the same. byte_rows: there, the same of INT8 weights; with AMX so
     many rows are multiplied as whole numbers. half_rows: the same of 4-bit weights, whatever the instructions; what is

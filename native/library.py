@@ -10,9 +10,10 @@ import ctypes
 import functools
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 # A checksum of how functions are declared (native/src/interface.h): a library of other declarations would read other
 # arguments than it is given.
@@ -20,8 +21,7 @@ INTERFACE = 0x00591098
 _RUNTIMES = ("libgomp", "libiomp5", "libomp")  # they offer the same entry points
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
+class _Opened(Struct, frozen=True):
     library: ctypes.CDLL | None
     why_absent: str
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from native.features import Isa, isa
@@ -47,8 +47,7 @@ class _SampleCall(ctypes.Structure):
 _sampling_rows = function("sampling_rows", ctypes.POINTER(_SampleCall), ctypes.c_int)
 
 
-@dataclass(frozen=True, slots=True)
-class Draws:
+class Draws(Struct, frozen=True):
     """What each row wants. random_P: int64, 0 where the largest logit is taken; then the others are not read."""
 
     random_P: Ints
@@ -60,8 +59,7 @@ class Draws:
     positions_P: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class Edits:
+class Edits(Struct, frozen=True):
     """Changes to logits before the draw. Token ids are valid; none is twice in a row's list."""
 
     # int64 [P]: which mask a row has, -1: none; [N, W]: bit i of word w is 1 where token 32 w + i may be drawn. Where
@@ -74,11 +72,10 @@ class Edits:
     penalties: tuple[Tensor, Tensor, Tensor] | None = None
 
 
-@dataclass(slots=True)
-class _Arrays:
+class _Arrays(Struct):
     """Keeps alive what the call points to."""
 
-    arrays: dict[str, Array] = field(default_factory=dict)
+    arrays: dict[str, Array] = {}
 
     def put(self, **arrays: Array) -> None:
         for name, array in arrays.items():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
 from typing import TextIO
 
 import msgspec
+from msgspec import Struct, field
 
 from front.messages import SamplingParams
 from front.sequences import FinishedRequest
@@ -16,8 +16,7 @@ REQUESTS = "moesaic.requests"
 _FIELDS = "moesaic_fields"
 
 
-@dataclass(slots=True)
-class Record:
+class Record(Struct):
     """What one HTTP request came to. Times are seconds of time.monotonic(); gaps are seconds between deltas.
 
     The generating fields stay at their defaults for the other requests.
@@ -37,10 +36,10 @@ class Record:
     reasoning_tokens: int = 0
     first_token: float | None = None
     finish: str | None = None
-    ignored: list[str] = field(default_factory=list)  # unknown fields of its body
+    ignored: list[str] = []  # unknown fields of its body
     params: SamplingParams | None = None
     num_choices: int = 0
-    finished: list[FinishedRequest] = field(default_factory=list)  # its prompts, as the engine saw them
+    finished: list[FinishedRequest] = []  # its prompts, as the engine saw them
 
     def fields(self) -> dict[str, str | int | float]:
         """For the log line: what is not known is left out."""

@@ -12,11 +12,11 @@ import ctypes
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from store.memory import Store, StoreError, await_parts
@@ -27,8 +27,7 @@ LINE = 64  # bytes; every tensor begins on one
 _LENGTH_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(Struct, frozen=True):
     """A piece of tensors by name. make: reads and packs them, and returns the keys of the checkpoint that were used;
     tensors: what there is then; take: use these instead of one's own; skip: these keys were used by another rank."""
 
@@ -38,8 +37,7 @@ class Whole:
     skip: Callable[[Sequence[str]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Units:
+class Units(Struct, frozen=True):
     """A piece of `count` units. form: what the checkpoint makes of it, in a word; like(form): tensors of the shapes and
     dtypes that it has then, of which each unit has its part of the first dimension, and which are not written to; take:
     use these instead; make(unit): its part of each, valid until the same thread makes the next one; skip(unit): another
@@ -94,8 +92,7 @@ def _numbered(pieces: Iterable[Piece]) -> tuple[list[tuple[int, Piece]], int]:
     return numbered, end
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(Struct, frozen=True):
     """make: write it, on any thread; take: another rank has. needs: parts that must be full before."""
 
     number: int

@@ -43,7 +43,6 @@ ONLY_PARTS = {
     "engine": {
         "front": {
             "front.messages",
-            "front.structured.grammar",
             "front.structured.vocabulary",
             "front.structured.xgrammar_backend",
             "front.text",

@@ -16,26 +16,39 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 
 
-def defer(names: Collection[str], functions: Mapping[str, Collection[str]] | None = None) -> None:
+def defer(
+    names: Collection[str], functions: Mapping[str, Collection[str]] | None = None, in_order: bool = True
+) -> None:
     """From now on, those that have not been imported yet. functions: by the name of such a module functions of it that
-    are taken of it and not called: what is given out in their place imports it when it is called."""
-    sys.meta_path.insert(0, _Finder(frozenset(names), functions or {}))
+    are taken of it and not called: what is given out in their place imports it when it is called. in_order: modules
+    that import each other and only work in some orders: those that were met before one that is asked for come first."""
+    sys.meta_path.insert(0, _Finder(frozenset(names), functions or {}, in_order))
 
 
 def load_deferred(last: ModuleType | None = None) -> None:
-    """Import those that have been deferred until now, in the order in which they were met, as modules that import each
-    other only work in some orders. last: the one to end with; None: all."""
+    """Import those that have been deferred until now, in the order in which they were met. last: the one to end with;
+    None: all."""
     with _loading:
         for module in list(sys.modules.values()):
-            if isinstance(module, _Deferred):
+            if isinstance(module, _Deferred) and (last is None or module.__dict__.get(_IN_ORDER)):
                 module._load()
             if module is last:
                 return
 
 
+def _load_one(module: ModuleType) -> None:
+    """What is asked for; other threads wait for the one that does it, and what asks while it does finds what is
+    there."""
+    if module.__dict__.get(_IN_ORDER):
+        load_deferred(module)
+    with _loading:
+        if isinstance(module, _Deferred):
+            module._load()
+
+
 class _Finder:
-    def __init__(self, names: frozenset[str], functions: Mapping[str, Collection[str]]) -> None:
-        self._names, self._functions = names, functions
+    def __init__(self, names: frozenset[str], functions: Mapping[str, Collection[str]], in_order: bool) -> None:
+        self._names, self._functions, self._in_order = names, functions, in_order
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -45,11 +58,11 @@ class _Finder:
         if name in self._names:
             spec = importlib.machinery.PathFinder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _Loader(spec.loader, self._functions.get(name, ()))  # type: ignore[assignment]
+                spec.loader = _Loader(spec.loader, self._functions.get(name, ()), self._in_order)  # type: ignore[assignment]
             return spec
         package = sys.modules.get(name.rpartition(".")[0])
         if isinstance(package, _Deferred):
-            load_deferred(package)
+            _load_one(package)
             if name in sys.modules:  # the package has imported it; were it left there, it would be imported again
                 return importlib.machinery.ModuleSpec(name, _Imported(sys.modules.pop(name)))  # type: ignore[arg-type]
         return None
@@ -70,15 +83,14 @@ class _Imported:
 
 
 class _Loader:
-    def __init__(self, loader: object, functions: Collection[str]) -> None:
-        self._loader, self._functions = loader, functions
+    def __init__(self, loader: object, functions: Collection[str], in_order: bool) -> None:
+        self._kept = {_LOADER: loader, _FUNCTIONS: functions, _IN_ORDER: in_order}
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return _Deferred(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__dict__[_LOADER] = self._loader
-        module.__dict__[_FUNCTIONS] = self._functions
+        module.__dict__.update(self._kept)
 
 
 class _Deferred(ModuleType):
@@ -89,7 +101,7 @@ class _Deferred(ModuleType):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         if name in self.__dict__.get(_FUNCTIONS, ()):
             return _later(self, name)
-        load_deferred(self)  # other threads wait for the one that does it; what asks while it does finds what is there
+        _load_one(self)
         return ModuleType.__getattribute__(self, name) if type(self) is _Deferred else getattr(self, name)
 
     def _load(self) -> None:
@@ -108,12 +120,12 @@ class _Deferred(ModuleType):
 
 def _later(module: ModuleType, name: str) -> Callable[..., object]:
     def function(*arguments: object, **named: object) -> object:
-        load_deferred(module)
+        _load_one(module)
         return getattr(module, name)(*arguments, **named)
 
     function.__name__ = function.__qualname__ = name
     return function
 
 
-_LOADER, _FUNCTIONS = "_deferred_loader", "_deferred_functions"
+_LOADER, _FUNCTIONS, _IN_ORDER = "_deferred_loader", "_deferred_functions", "_deferred_in_order"
 _loading = threading.RLock()

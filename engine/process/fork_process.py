@@ -27,11 +27,12 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from configs.env import WITH_NUMPY, set_variables
+from configs.env import BEFORE_PLAN, WITH_NUMPY, fits_before_plan, read_env, set_variables, take_environment
+from engine.process.code_ahead import CodeAhead
 from engine.process.console import say
 from engine.process.orphan import die_with_parent
 from engine.process.standby_process import show_command
-from engine.process.torch_ahead import defer_modules, import_beside, import_libraries
+from engine.process.torch_ahead import defer_modules, import_beside
 
 READY, GO = b"r", b"g"
 MOST_BYTES = 1 << 18  # of a message
@@ -55,14 +56,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="engine.process.fork_process", description="ranks are forked from it")
     parser.add_argument("--room", help="for the command lines of its forks")
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
-    parser.add_argument("--told", help="what it had been told when it began anew, without variables")
+    parser.add_argument("--told", type=_told, help="what it had been told when it began anew, without variables")
+    parser.add_argument("--plainly", action="store_true", help="import torch whole, and beside nothing")
     options = parser.parse_args()
     die_with_parent(options.parent)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # as a rank does
     with socket.socket(fileno=os.dup(0)) as supervisor:
         _take_input(os.open(os.devnull, os.O_RDONLY))
-        told = _import_all(supervisor) if options.told is None else _import_plainly(options.told)
+        told, begun = _import_all(supervisor, options.told, options.plainly)
         if told is None:
             return
         asked = _serve(supervisor, options.parent) if told.words is None else (told.module, told.words)
@@ -70,31 +72,59 @@ def main() -> None:
         module, words = asked
         sys.argv[1:] = words
         show_command([sys.executable, "-P", "-m", module, *words])
-        importlib.import_module(module).main()
+        main = importlib.import_module(module).main
+        main() if begun is None else main(begun)
 
 
-def _import_all(supervisor: socket.socket) -> Told | None:
-    """None: it is not wanted any more. Where torch cannot be imported in less time, this process begins anew."""
+def _import_all(supervisor: socket.socket, known: Told | None, plainly: bool) -> tuple[Told | None, object]:
+    """Also what has been begun of the rank that this process becomes. None: it is not wanted any more. known: what it
+    has been told; None: it is still to come. plainly: all is imported, and nothing beside anything else."""
+    if plainly:
+        assert known is not None
+        importlib.import_module(known.module).import_loop(known.architecture)
+        return known, None
     gc.disable()  # import_loop enables it
-    set_variables(WITH_NUMPY)
-    import_libraries()
+    set_variables(BEFORE_PLAN if known is None else WITH_NUMPY)
+    defer_modules()
+    ahead = CodeAhead(read_env().cache_root)
+    with ahead.used():
+        import_beside(ahead.read)
+        told = _hear(supervisor) if known is None else known
+        if told is None:
+            return None, None
+        module = importlib.import_module(told.module)
+        begun = None if told.words is None else module.begin(told.words)
+        try:
+            module.import_loop(told.architecture)
+        except Exception as error:
+            say("imports_begin_anew", error=repr(error))
+            _begin_anew(supervisor, told, "--plainly")
+    ahead.keep()
+    return told, begun
+
+
+def _hear(supervisor: socket.socket) -> Told | None:
     message = supervisor.recv(MOST_BYTES)
     if not message:
         return None
     told = Told(*json.loads(message))
-    set_variables(told.environment)
-    import_beside()
-    defer_modules()
-    try:
-        importlib.import_module(told.module).import_loop(told.architecture)
-    except Exception as error:
-        say("imports_begin_anew", error=repr(error))
-        os.dup2(supervisor.fileno(), 0)
-        again = json.dumps(told._replace(environment={}))
-        os.execv(
-            sys.executable, [sys.executable, "-P", "-m", "engine.process.fork_process", *sys.argv[1:], "--told", again]
-        )
+    take_environment(told.environment)
+    if not fits_before_plan(told.environment):
+        _begin_anew(supervisor, told)
     return told
+
+
+def _begin_anew(supervisor: socket.socket, told: Told, *options: str) -> None:
+    """This process from its beginning, in the environment that it has been told of, and has taken over."""
+    os.dup2(supervisor.fileno(), 0)
+    words = [*sys.argv[1:], *options]
+    if "--told" not in words:
+        words += ["--told", json.dumps(told._replace(environment={}))]
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "engine.process.fork_process", *words])
+
+
+def _told(text: str) -> Told:
+    return Told(*json.loads(text))
 
 
 def _num_threads() -> int:
@@ -103,12 +133,6 @@ def _num_threads() -> int:
     while (threads := len(list(Path("/proc/self/task").iterdir()))) > 1 and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
     return threads
-
-
-def _import_plainly(text: str) -> Told:
-    told = Told(*json.loads(text))
-    importlib.import_module(told.module).import_loop(told.architecture)
-    return told
 
 
 def _serve(supervisor: socket.socket, parent: int) -> tuple[str, list[str]] | None:

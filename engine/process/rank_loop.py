@@ -13,14 +13,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import torch
-from msgspec import structs
+from msgspec import Struct, structs
 
 from configs.engine import Plan
 from configs.hosts import Network
@@ -33,8 +31,9 @@ from engine.process.cores import Cores
 from engine.process.heartbeat import Heartbeat, LoopBeat, beat_once
 from engine.process.orphan import life_of
 from engine.process.phases import Phases
-from engine.process.places import Places, store_capacity, store_names
+from engine.process.places import Places
 from engine.process.progress import LoadProgress
+from engine.process.rank_store import Begun, full_store, open_store, read_plan, start_mapping
 from engine.process.warm_up import practise, warm_up
 from engine.rank import Rank
 from engine.recovery.reading import await_checkpoint
@@ -48,8 +47,6 @@ from front.messages import EXIT_WEIGHTS, Membership, Outputs, RankFailed, RankRe
 from front.wire import RankSocket, ZmqDoorbell, sleep_until_called
 from layers.identity import CheckpointError
 from models.registry import model_class
-from store.memory import Store
-from store.numa import node_of, nodes
 
 log = logging.getLogger("moesaic.rank")
 
@@ -69,31 +66,21 @@ def prepare(architecture: str) -> None:
     model_class(architecture)
 
 
-class Rehearsed(NamedTuple):
-    """What a process has that waits to become a rank. reading: of the vocabulary, when it has waited for a while: most
-    of the work, and a rank can serve without; another loss may be near, and the ranks need their cores."""
-
-    store: Store
-    reading: threading.Timer
-
-
-def rehearse(options: argparse.Namespace) -> Rehearsed | None:
+def rehearse(options: argparse.Namespace) -> Begun | None:
     """Practise as a rank with these options would, and keep nothing of it but the store of weights, mapped. None: there
     is no full one. options: as engine/process/rank_process.py reads them."""
-    plan = msgspec.json.decode(options.plan.read_bytes(), type=Plan)
-    if plan.store_nodes:  # which of them it maps depends on its cores, and those on its number
-        return None
-    store = _store(plan, Places(options.runtime_dir, options.memory))
-    if store is None or not store.complete:
+    plan = read_plan(options.plan)
+    store = full_store(plan, Places(options.runtime_dir, options.memory))
+    if store is None:
         return None
     rank = build_rank(plan, options.rank, join=True, store=store)
     practise(rank, alone=True)
     rank.close()
-    _start_mapping(store)
+    start_mapping(store)
     reading = threading.Timer(VOCABULARY_SECONDS, _read_vocabulary, (plan,))
     reading.daemon = True
     reading.start()
-    return Rehearsed(store, reading)
+    return Begun(store, reading)
 
 
 def _read_vocabulary(plan: Plan) -> None:
@@ -102,21 +89,21 @@ def _read_vocabulary(plan: Plan) -> None:
         vocabulary_of(plan.model_path, plan.tokenizer_path, planned_facts(plan).vocab_size)
 
 
-def run(options: argparse.Namespace, rehearsed: Rehearsed | None = None) -> int:
-    """The exit code. options: as engine/process/rank_process.py reads them; rehearsed: what `rehearse` gave."""
+def run(options: argparse.Namespace, begun: Begun | None = None) -> int:
+    """The exit code. options: as engine/process/rank_process.py reads them; begun: what `rehearse` gave, or `begin` of
+    engine/process/rank_store.py."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"rank {options.rank}: %(message)s")
     code = 0
-    if rehearsed is not None:
-        rehearsed.reading.cancel()
+    if begun is not None and begun.reading is not None:
+        begun.reading.cancel()
     network = None
     if options.network is not None:
         network = msgspec.json.decode(options.network.read_bytes(), type=Network)
     places = Places(options.runtime_dir, options.memory)
     socket = RankSocket(options.front or places.socket("front.ipc"), options.rank)
     try:
-        plan = msgspec.json.decode(options.plan.read_bytes(), type=Plan)
-        store = None if rehearsed is None else rehearsed.store
-        start = Start(plan, options.rank, places, network, bool(options.front), options.join, store)
+        plan = read_plan(options.plan)
+        start = Start(plan, options.rank, places, network, bool(options.front), options.join, begun)
         _serve(start, socket)
     except CheckpointError as error:
         code = _report(socket, options.rank, error, EXIT_WEIGHTS if options.join else EXIT_ERROR)
@@ -128,10 +115,8 @@ def run(options: argparse.Namespace, rehearsed: Rehearsed | None = None) -> int:
     return code
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """What a rank's process was started with. remote: on another machine than the front. rehearsed: the store that it
-    has mapped, and practised in, before it was this rank."""
+class Start(Struct, frozen=True):
+    """What a rank's process was started with. remote: on another machine than the front."""
 
     plan: Plan
     rank: int
@@ -139,7 +124,11 @@ class Start:
     network: Network | None
     remote: bool
     join: bool
-    rehearsed: Store | None = None
+    begun: Begun | None = None
+
+    @property
+    def practised(self) -> bool:
+        return self.begun is not None and self.begun.reading is not None
 
     def bells(self, alive: Sequence[bool]) -> list[str]:
         """Where the live ranks hear the doorbell."""
@@ -159,7 +148,7 @@ def _serve(start: Start, socket: RankSocket) -> None:
         sys.setswitchinterval(THINKING_SECONDS)
     # One bar is enough; every rank says in the end what it has read.
     progress = LoadProgress(f"rank {rank_id}", sys.stderr, leads=rank_id == 0)
-    store = start.rehearsed or _store(plan, places)
+    store = open_store(plan, places) if start.begun is None else start.begun.store
     mapped = store is not None and store.complete
     if start.join and plan.checkpoint and not mapped:
         await_checkpoint(plan.model_path, plan.checkpoint, WEIGHTS_SECONDS, partial(_say_waiting, socket, rank_id))
@@ -168,14 +157,14 @@ def _serve(start: Start, socket: RankSocket) -> None:
     rank = build_rank(plan, rank_id, meet, bell, progress, start.join, store, network, places.caches)
     progress.finish(rank.ready.bytes_read)
     phases.end("build", {"load": rank.ready.load_seconds})
-    if store is not None and mapped and start.rehearsed is None:
-        _start_mapping(store)
+    if store is not None and mapped and start.begun is None:
+        start_mapping(store)
     _warm_up(start, rank, stored=store is not None)
     phases.end("practice")
     gc.collect()
     gc.freeze()  # the model's objects are never garbage; do not look through them again
     if store is not None and not mapped:
-        _start_mapping(store)
+        start_mapping(store)
     heartbeat = LoopBeat(places.file(f"beat-{rank_id}"))
     loading.close()
     ready = _ready(start, rank)
@@ -229,31 +218,16 @@ def _cores(start: Start) -> Cores | None:
 def _warm_up(start: Start, rank: Rank, stored: bool) -> None:
     """stored: its weights lie in a store, so that it needs no other rank's experts."""
     alone = start.join or start.network is not None or stored
-    if alone and start.rehearsed is None:
+    if alone and not start.practised:
         practise(rank, alone=True)
     if not start.join and start.network is None:
         warm_up(rank, start.places, start.rank, start.plan.data_parallel_size, practised=alone)
-
-
-def _start_mapping(store: Store) -> None:
-    """Not at low priority: whatever else of this process asks for memory waits for a piece of it to end."""
-    threading.Thread(target=store.map_ahead, name="mapping", daemon=True).start()
 
 
 def _start_forgetting(rank: Rank) -> None:
     timer = threading.Timer(FORMER_SECONDS, rank.forget_former)
     timer.daemon = True
     timer.start()
-
-
-def _store(plan: Plan, places: Places) -> Store | None:
-    """Where this machine's ranks have their weights, or those of this rank's node of memory."""
-    if not plan.weight_store:
-        return None
-    names = store_names(plan.store_nodes)
-    node = node_of(nodes(), frozenset(os.sched_getaffinity(0))) if plan.store_nodes else -1
-    name = names[plan.store_nodes.index(node)] if node in plan.store_nodes else names[0]
-    return Store(places.file(name), plan.weight_key, store_capacity(plan))
 
 
 def _say_waiting(socket: RankSocket, rank_id: int, reason: str) -> None:

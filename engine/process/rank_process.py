@@ -27,10 +27,11 @@ from engine.process.malloc import tune_malloc
 from engine.process.orphan import die_with_parent
 
 LOOP = "engine.process.rank_loop"
+STORE = "engine.process.rank_store"
 
 
-def main(rehearsed: object = None) -> None:
-    """rehearsed: what `get_ready` gave."""
+def main(begun: object = None) -> None:
+    """begun: what `begin` or `get_ready` gave."""
     options = _parsed(sys.argv[1:])
     guard_console()
     die_with_parent(options.parent)
@@ -38,10 +39,16 @@ def main(rehearsed: object = None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import_loop()
-    code = importlib.import_module(LOOP).run(options, rehearsed)
+    code = importlib.import_module(LOOP).run(options, begun)
     drain_console()
     # Not sys.exit: the device thread may still wait for a lost peer, and nothing here needs the interpreter's clean-up.
     os._exit(code)
+
+
+def begin(words: Sequence[str]) -> object:
+    """Do ahead, in the process that is going to be this rank, what needs no torch. words: its command line."""
+    options = _parsed(words)
+    return importlib.import_module(STORE).begin(options.plan, options.runtime_dir, options.memory)
 
 
 def get_ready(architecture: str, words: Sequence[str]) -> object:

@@ -8,15 +8,16 @@ of a version that the tests have not seen are imported as ever, but for one that
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
-import importlib.util
 import os
 import re
 import sys
 import threading
-from pathlib import Path
+from collections.abc import Callable
 
+from configs.versions import torch_home, torch_says, torch_version
 from engine.process.deferred import defer
 
 OF_ANY = ("torch._meta_registrations",)
@@ -26,13 +27,17 @@ OF_VERSION = {
         "torch._higher_order_ops",
         "torch._native",
         "torch.ao",
+        "torch.autograd.gradcheck",
         "torch.compiler",
         "torch.distributed._meta_registrations",
+        "torch.distributed.config",
         "torch.distributions",
         "torch.export",
         "torch.func",
         "torch.masked",
+        "torch.mtia",
         "torch.nested",
+        "torch.nn.attention",
         "torch.nn.intrinsic",
         "torch.nn.qat",
         "torch.nn.quantizable",
@@ -40,104 +45,124 @@ OF_VERSION = {
         "torch.optim",
         "torch.profiler",
         "torch.quantization",
+        "torch.sparse",
         "torch.utils.data",
+        "torch.xpu",
         "torchgen.model",
     )
 }
-FUNCTIONS = {"torch._higher_order_ops": ("cond", "while_loop"), "torch.func": ("vmap",)}
-# What a rank imports, and torch does, that needs no torch. First what loads libraries of its own, as the system loads
-# one at a time, and torch's take long.
-LIBRARIES = (
-    "numpy",
-    "front.wire",
-    "front.text",
-    "eplb.balancer",
-    "multiprocessing.reduction",
-    "ssl",
-    "mmap",
-    "fcntl",
-    "heapq",
-    "queue",
-    "csv",
-    "asyncio",
-    "subprocess",
+# Of other libraries, which few requests ask for, or none.
+OF_OTHERS = (
     "llguidance",
+    "numpy._core._add_newdocs",
+    "numpy._core._add_newdocs_scalars",
+    "pickletools",
+    "tokenizers",
+    "tqdm",
+    "unittest",
+    "unittest.mock",
+    "urllib.request",
+)
+FUNCTIONS = {
+    "torch._higher_order_ops": ("cond", "while_loop"),
+    "torch.autograd.gradcheck": ("gradcheck", "gradgradcheck"),
+    "torch.func": ("vmap",),
+    "tqdm": ("tqdm",),
+    "urllib.request": ("Request", "urlopen"),
+}
+# What a rank or torch imports that needs no torch. The system loads one library at a time, and torch's take long: so
+# those come first that MODULES load, and what loads others comes behind torch's.
+LIBRARIES = (
+    "msgspec",
+    "_bisect",
+    "_blake2",
+    "_bz2",
+    "_csv",
+    "_datetime",
+    "_hashlib",
+    "_heapq",
+    "_json",
+    "_lzma",
+    "_multiprocessing",
+    "_pickle",
+    "_posixsubprocess",
+    "_queue",
+    "_random",
+    "_sha512",
+    "array",
+    "binascii",
+    "fcntl",
+    "grp",
+    "mmap",
+    "select",
+    "termios",
+    "unicodedata",
+    "zlib",
 )
 MODULES = (
     "engine.process.progress",
     "engine.process.heartbeat",
-    "engine.scheduler",
-    "engine.speculation.speculation",
-    "engine.speculation.plan",
     "engine.process.console",
+    "engine.process.places",
+    "engine.speculation.plan",
+    "configs.hosts",
+    "ep.recorder",
+    "ep.requirements",
+    "dbo.steps",
+    "layers.gguf.header",
     "models.registry",
     "store.memory",
-    "configs.hosts",
-    "ep.requirements",
-    "eplb.planner",
-    "eplb.offline.placement_file",
+    "store.numa",
     "concurrent.futures.thread",
+    "email.parser",
     "importlib.metadata",
-    "unittest",
+    "multiprocessing.connection",
+    "pkgutil",
+    "tarfile",
 )
 _OF_TORCH = (("libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL), ("libtorch_python.so", os.RTLD_NOW))
 
 
 def deferred_modules() -> tuple[str, ...]:
     """Of the torch that is installed."""
-    version = re.match(r"\d+\.\d+", _said("__version__"))
+    version = re.match(r"\d+\.\d+", torch_version())
     return OF_VERSION.get(version[0], OF_ANY) if version else OF_ANY
 
 
 def defer_modules() -> None:
-    """Before torch is imported."""
+    """Before they are imported."""
     defer(deferred_modules(), FUNCTIONS)
+    defer(OF_OTHERS, FUNCTIONS, in_order=False)
 
 
-def import_libraries() -> None:
-    """What is to be there before `import_beside`."""
+def import_beside(read: Callable[[], None]) -> None:
+    """Load torch's libraries, and on a thread meanwhile read(), and import what needs none. Not the other way round:
+    what a library asks for when it is loaded comes from the allocator sooner on the first thread."""
     for name in LIBRARIES:
-        importlib.import_module(name)
-
-
-def import_beside() -> None:
-    """Modules that need no torch, while another core loads torch's libraries."""
-    loading = load_libraries()
-    for name in MODULES:
-        importlib.import_module(name)
-    if loading is not None:
-        loading.join()
-
-
-def load_libraries() -> threading.Thread | None:
-    """Begin to load those that torch loads first, on a thread: the interpreter imports modules meanwhile. torch finds
-    them there. None: it is not a build for CPUs, which has more of them, in an order of its own; or torch has been
-    imported."""
-    home = _home() if "torch" not in sys.modules else None
-    if home is None or _said("cuda") or _said("hip"):
-        return None
-    thread = threading.Thread(target=_load, args=[home / "lib"], name="loading torch")
+        with contextlib.suppress(ImportError):  # this build of Python has it inside
+            importlib.import_module(name)
+    thread = threading.Thread(target=_import_modules, args=[read], name="importing")
     thread.start()
-    return thread
+    load_libraries()
+    thread.join()
 
 
-def _load(folder: Path) -> None:
-    """By the function itself, as ctypes holds Python's lock while it loads a library."""
+def _import_modules(read: Callable[[], None]) -> None:
+    with contextlib.suppress(Exception):  # who needs it imports it, and is told
+        read()
+        for name in MODULES:
+            importlib.import_module(name)
+
+
+def load_libraries() -> None:
+    """Those that torch loads first: it finds them there. Nothing if it is not a build for CPUs, which has more of them,
+    in an order of its own; or if torch has been imported."""
+    home = torch_home() if "torch" not in sys.modules else None
+    if home is None or torch_says("cuda") or torch_says("hip"):
+        return
+    # The function itself, as ctypes holds Python's lock while it loads a library.
     dlopen = ctypes.CDLL(None).dlopen
     dlopen.restype, dlopen.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_int]
     for name, mode in _OF_TORCH:
-        if not dlopen(bytes(folder / name), mode):
+        if not dlopen(bytes(home / "lib" / name), mode):
             return
-
-
-def _home() -> Path | None:
-    spec = importlib.util.find_spec("torch")
-    return None if spec is None or spec.origin is None else Path(spec.origin).parent
-
-
-def _said(name: str) -> str:
-    """What its version.py says; "": nothing."""
-    home = _home()
-    text = (home / "version.py").read_text() if home is not None and (home / "version.py").exists() else ""
-    found = re.search(rf"^{name}\b[^=\n]*= *'([^']*)'", text, re.MULTILINE)
-    return found[1] if found else ""

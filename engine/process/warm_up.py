@@ -25,7 +25,7 @@ SILENT_SECONDS = 15.0
 SAMPLED_TOKENS = 8  # of the prompts whose every token's probability is asked for
 LESSON_TOKENS = 128  # of a request in a lesson, at most
 
-_GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+_GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 _DRAWN = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, max_tokens=2, ignore_eos=True)
 _EVERYTHING = SamplingParams(
     temperature=0.8,

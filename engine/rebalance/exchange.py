@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from dbo.steps import Steps
@@ -46,8 +46,7 @@ class MoveBatch(NamedTuple):
     migration: Migration
 
 
-@dataclass(slots=True, eq=False)
-class Rebalance:
+class Rebalance(Struct, eq=False):
     """Placements under way, to be taken one after the other.
 
     num_batches: known to all when it is published. prepared: there once it has come. batch: the one that is next;
@@ -183,8 +182,7 @@ class _RowCount(StepHook):
         self._rows.end_step(self._has_tokens)
 
 
-@dataclass(eq=False)
-class StepMoves(StepHook):
+class StepMoves(Struct, StepHook, eq=False):
     """Of one step; what is None is not done.
 
     commit: go over to it before the step; counted: gather; new, publish: a rebalance that is published, and on the

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import replace
 
 from configs.eplb import EplbConfig
 from engine.rebalance.exchange import Counts, MoveBatch
@@ -44,8 +45,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BalanceSpec:
+class BalanceSpec(Struct, frozen=True, kw_only=True):
     """Of the rank and its model: what does not change while the rank lives."""
 
     rank: int

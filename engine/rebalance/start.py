@@ -5,9 +5,8 @@ Legend: L MoE layers, G ranks, S slots of a rank.
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
+from msgspec import structs
 
 from eplb.offline.placement_file import read_placement
 from eplb.placement import Placement, at_hand_everywhere
@@ -38,7 +37,7 @@ def start_placement(path: str, num_experts: int, shape: tuple[int, int, int]) ->
             f"{path}: alive: rank {found.alive.index(False)} is dead in it; a server starts with all ranks"
         )
     if slots == num_experts:
-        return at_hand_everywhere(dataclasses.replace(found, epoch=0))
+        return at_hand_everywhere(structs.replace(found, epoch=0))
     room = ((0, 0), (0, 0), (0, slots - found.slots_per_rank))
     ids, share = np.pad(found.slot_to_expert, room, constant_values=-1), np.pad(found.share, room)
-    return dataclasses.replace(found, epoch=0, slot_to_expert=ids, share=share)
+    return structs.replace(found, epoch=0, slot_to_expert=ids, share=share)

@@ -5,10 +5,9 @@ Legend: T tokens of the step, D hidden size.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from cache.residuals import Bytes
 from engine.prepared import PreparedStep

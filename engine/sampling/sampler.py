@@ -17,10 +17,11 @@ the modes of log-probabilities that want the processed logits of the whole vocab
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 from engine.device import to_device
@@ -48,8 +49,7 @@ _STRETCH = 128
 _NUMBERS_AT_ONCE = 1 << 16  # what is made of them stays in a near cache
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobsTensors:
+class LogprobsTensors(Struct, frozen=True):
     """Log-probabilities of those rows that asked for them."""
 
     rows_R: Ints
@@ -57,8 +57,7 @@ class LogprobsTensors:
     picked: Picked
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(Struct, frozen=True):
     """Where the logits are, until it is read."""
 
     token_ids_P: Tensor  # int64

@@ -8,11 +8,11 @@ requests ask for (token lists) lives in dictionaries by row. Used by one thread 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import Struct, field
 from torch import Tensor
 
 from engine.device import to_device
@@ -33,8 +33,7 @@ EDITS = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS | PENALTY | GRAMMAR | THINKING
 HISTORY = BAD_WORDS | PENALTY
 
 
-@dataclass(slots=True)
-class Pairs:
+class Pairs(Struct):
     """N places of the logits: row p_N[i], token ids_N[i], and numbers that go with each."""
 
     p_N: Tensor  # int64
@@ -42,8 +41,7 @@ class Pairs:
     values_MN: Tensor  # float32 [M, N]; biases (M 1), or counts, repetition, presence and frequency penalty (M 4)
 
 
-@dataclass(slots=True)
-class SamplingBatch:
+class SamplingBatch(Struct):
     """One step's rows, in the order of the logits. Arrays are empty where no row has the need that they serve."""
 
     num_rows: int
@@ -57,10 +55,10 @@ class SamplingBatch:
     top_p_P: Floats = field(default_factory=lambda: np.empty(0, np.float32))
     min_p_P: Floats = field(default_factory=lambda: np.empty(0, np.float32))
     num_logprobs_P: Ints = field(default_factory=lambda: np.empty(0, np.int64))
-    named_logprobs: list[tuple[int, Tensor]] = field(default_factory=list)  # (p, token ids), in the place of the best
-    processed: list[tuple[int, RequestProcessors, Sequence[int]]] = field(default_factory=list)  # (p, its, drafts)
+    named_logprobs: list[tuple[int, Tensor]] = []  # (p, token ids), in the place of the best
+    processed: list[tuple[int, RequestProcessors, Sequence[int]]] = []  # (p, its, drafts)
     masks: tuple[Ints, Words] | None = None  # [P]: of each row the one that it has, -1: none; [N, V / 32], as bits
-    allowed: list[tuple[int, Tensor]] = field(default_factory=list)  # (p, token ids)
+    allowed: list[tuple[int, Tensor]] = []  # (p, token ids)
     forbidden: Pairs | None = None
     bias: Pairs | None = None
     penalties: Pairs | None = None

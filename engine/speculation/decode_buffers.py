@@ -7,12 +7,12 @@ Legend: T tokens of the step, B sequences, S sequences that drafts are made for,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from cache.rows import CacheRows
@@ -26,8 +26,7 @@ from layers.step import StateInput, StepInput, TableInput
 from native.drafts import BatchRows, LayOut, can_run
 
 
-@dataclass(frozen=True, slots=True)
-class Ahead:
+class Ahead(Struct, frozen=True):
     """`count` steps of the same `num` sequences, each a token further. They lie in one place (whole; None: there are
     none), and have the same tables."""
 

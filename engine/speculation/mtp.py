@@ -12,13 +12,14 @@ Legend: T tokens of the step, D hidden size, P tokens sampled, S sequences that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 from cache.memory import CacheMemory
@@ -38,8 +39,7 @@ from native.drafts import follow
 FURTHER = -1  # the lane of the step memory and the graphs; rows travel in lane 0
 
 
-@dataclass(frozen=True, slots=True)
-class Ends:
+class Ends(Struct, frozen=True):
     """The sequences that drafts are made for. entries_S: of the schedule; rows_S: of the batch; positions_S: of the
     token that was sampled last, whose draft comes next; places_S: of the states before it, in the pass, and then in
     what comes of it."""
@@ -54,8 +54,7 @@ class Ends:
         return Ends(self.entries_S[which_S], self.rows_S[which_S], self.positions_S[which_S], self.places_S[which_S])
 
 
-@dataclass(frozen=True, slots=True)
-class _States:
+class _States(Struct, frozen=True):
     """What graphs read, where it stays: states of a step and the tokens behind them, where each sequence begins in it,
     the rows of the batch; the last token of each that counts, and its state. there: tokens_T, starts, rows_S and
     places_S as the host has them, on a CPU."""

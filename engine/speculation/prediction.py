@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from engine.request import Request
 from engine.speculation.ngram import NgramIndex
@@ -11,8 +12,7 @@ from engine.speculation.ngram import NgramIndex
 LEAST, MOST = 2, 6  # tokens by which a place in the prediction is found again
 
 
-@dataclass(slots=True)
-class _Reading:
+class _Reading(Struct):
     """Of one prediction. cursor: the place in it that comes next, if the output goes on as predicted. seen: output
     tokens that it takes account of."""
 

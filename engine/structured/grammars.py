@@ -16,8 +16,7 @@ from engine.request import Request
 from engine.structured.guide import Guide
 from engine.structured.xgrammar_matcher import XgrammarMatcher
 from front.messages import Grammar, TokenOutput
-from front.structured.grammar import LIMITS
-from front.structured.vocabulary import grammar_tokenizer
+from front.structured.vocabulary import grammar_limits, grammar_tokenizer
 from front.structured.xgrammar_backend import Compiler
 from front.text import Tokenizer
 
@@ -115,7 +114,7 @@ class Grammars:
         return Guide(matcher, self._compiler.ends, grammar.after_token_ids)
 
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
-        root = llguidance.LLMatcher(self._vocabulary(), grammar.text, log_level=0, limits=LIMITS)
+        root = llguidance.LLMatcher(self._vocabulary(), grammar.text, log_level=0, limits=grammar_limits())
         root.compute_bitmask()  # the first one is slow
         if root.is_error():
             raise ValueError(root.get_error())

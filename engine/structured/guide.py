@@ -6,6 +6,7 @@ Legend: P rows sampled in a step, N masks, W words of 32 tokens each (bit i of w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import llguidance
 import numpy as np
@@ -15,7 +16,7 @@ from engine.structured.xgrammar_matcher import XgrammarMatcher
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.int32]
-Matcher = llguidance.LLMatcher | XgrammarMatcher
+Matcher: TypeAlias = "llguidance.LLMatcher | XgrammarMatcher"
 
 
 class Guide:

@@ -19,9 +19,8 @@ which all ranks are told alike. A rank's own rows are not sent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from ep.backends.lane import RowLane, rank_bags
@@ -34,8 +33,7 @@ _MOST_BYTES = 1 << 26  # of all rooms of a lane
 _WORD = 8
 
 
-@dataclass(frozen=True, slots=True)
-class _Ticket:
+class _Ticket(Struct, frozen=True):
     leaving: list[int]  # rows for each other rank, then for this one
     coming: list[int]  # rows from each other rank, then from this one
     longest: int  # rows of the longest message of any rank
@@ -200,8 +198,7 @@ class CollectiveAllToAll(RowLane[GlooGroup]):
         return table_XB
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
+class _Sent(Struct, frozen=True):
     exchange: Pending[None]
     room: Tensor
     rows_MB: Tensor  # every message, leading rows included, then the rank's own rows

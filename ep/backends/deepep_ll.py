@@ -13,9 +13,9 @@ then wrong, silently. `confirm` looks at the masks after every step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from ep.backends.deepep import DeepEpBuffer
@@ -83,8 +83,7 @@ def confirm(shared: DeepEpBuffer, group: DeviceGroup) -> Callable[[], Confirm]:
     return ask
 
 
-@dataclass(frozen=True, slots=True)
-class _Ticket:
+class _Ticket(Struct, frozen=True):
     handle: object
     slot_TK: Tensor
     weight_TK: Tensor

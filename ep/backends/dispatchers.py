@@ -8,8 +8,8 @@ that before the step begins (engine/agreement.py), so they all take the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
+from msgspec import Struct
 from torch import Tensor
 
 from ep.protocol import AllToAll, Arrived, Later, Pending, Routing
@@ -111,8 +111,7 @@ def _nothing() -> None:
     """No backend has anything to add."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Ticket:
+class _Ticket(Struct, frozen=True):
     a2a: AllToAll
     ticket: object
 

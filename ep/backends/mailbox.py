@@ -9,10 +9,10 @@ on its own and the sender sums what comes back (sum_choices): the plainest form 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import cast
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from ep.protocol import Arrived, Later, Routing
@@ -21,8 +21,7 @@ from ep.transport.group import MailboxWorld
 from moe_kernels import ExpertBatch, Layout, sum_choices
 
 
-@dataclass(frozen=True, slots=True)
-class _Ticket:
+class _Ticket(Struct, frozen=True):
     key: tuple[str, int, int]
     slot_TK: Tensor
     weight_TK: Tensor

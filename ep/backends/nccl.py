@@ -10,10 +10,9 @@ back one row per token, and all of them, own ones too, are rounded and added up 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch import Tensor
 
 from ep.backends.lane import RowLane, rank_bags
@@ -22,8 +21,7 @@ from ep.transport.device_group import DeviceGroup
 from moe_kernels import Bags, TokenBatch, unpermute
 
 
-@dataclass(frozen=True, slots=True)
-class _Ticket:
+class _Ticket(Struct, frozen=True):
     arrived: list[int]  # rows from each rank
     sent: list[int]  # rows to each rank
     back: Bags  # from the M rows sent to the T tokens
@@ -94,8 +92,7 @@ def _lost(group: DeviceGroup, error: RuntimeError) -> PeerLost:
     return PeerLost((), f"rank {group.rank}: {str(error).splitlines()[0]}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Exchange:
+class _Exchange(Struct, frozen=True):
     group: DeviceGroup
     work: dist.Work
     rows: Tensor  # the transport knows its address only

@@ -16,10 +16,10 @@ looks for it after every step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from ep.backends.dispatchers import Confirm
@@ -223,8 +223,7 @@ class NvshmemLowLatency:
         """The group gives the memory back."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Ticket:
+class _Ticket(Struct, frozen=True):
     """count: tokens of each rank; place, weight [G * M, W]: rows of the batch that a message became."""
 
     slot_TK: Tensor

@@ -9,10 +9,10 @@ the second is `wait`. Nothing asks the host, so a CUDA graph can hold it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from ep.backends.nvshmem import start
@@ -98,7 +98,6 @@ class Pplx:
         return self._kernels
 
 
-@dataclass(frozen=True, slots=True)
-class _Ticket:
+class _Ticket(Struct, frozen=True):
     slot_TK: Tensor
     weight_TK: Tensor

@@ -19,11 +19,10 @@ says that the staging buffer is free.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 import dbo.alive as alive
@@ -55,15 +54,13 @@ _FEW, _FEW_BYTES = 128, 1 << 19  # tokens of a rank whose exchange is a native c
 _IDLE, _SENT, _ARRIVED, _RETURNED = range(4)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ticket:
+class _Ticket(Struct, frozen=True):
     row_P: Tensor | None  # where the choices' rows are among the experts'; None: they lie in order
     rows: list[int]  # choices of the tokens from each rank
     sent: _Sent
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
+class _Sent(Struct, frozen=True):
     """What a dispatch sends. token: for each rank the tokens that go to it; None: all go to every rank."""
 
     ops: RowOps

@@ -18,8 +18,9 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 import dbo.alive as alive
 from ep.protocol import PeerLost
@@ -32,8 +33,7 @@ _FILE_NAME = "meetings"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01  # seconds between two looks
 
 
-@dataclass(frozen=True, slots=True)
-class SignIn:
+class SignIn(Struct, frozen=True):
     """What a rank wrote: who it is, and what it offers."""
 
     pid: int

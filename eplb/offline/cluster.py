@@ -3,16 +3,15 @@ is in eplb/offline/cost.py."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, structs
 
 from eplb.offline.shapes import read_object
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(Struct, frozen=True):
     """Peaks of one GPU: dense TFLOP/s by type (0: the type is not supported), HBM GB/s and GB, and GB/s of one
     direction of its NVLink and of its network card. reach: the part of the peak that matrix kernels get in a whole
     model (a GPU with little arithmetic gets more of it). link_domain: how many GPUs share the NVLink (8: one server,
@@ -51,8 +50,7 @@ GPUS = {
 }
 
 
-@dataclass(frozen=True)
-class Cluster:
+class Cluster(Struct, frozen=True):
     """num_gpus GPUs of one kind, gpus_per_node to a server (a failure domain). Ranks are GPUs, in order of the servers.
 
     NVLink joins `gpu.link_domain` GPUs in a row (never fewer than a server's, on a rack-scale machine more); the
@@ -112,7 +110,7 @@ def make_cluster(
         if not value > 0:
             raise ValueError(f"{flag} is {value}; it must be above 0")
         change: dict[str, Any] = {name: value}
-        chosen = dataclasses.replace(chosen, **change)
+        chosen = structs.replace(chosen, **change)
     return Cluster(chosen, num_gpus, gpus_per_node)
 
 
@@ -124,7 +122,7 @@ def load_cluster(path: Path) -> Cluster:
     Raises ValueError naming the file and the key.
     """
     data = read_object(path)
-    fields = {field.name for field in dataclasses.fields(Gpu)} - {"name"}
+    fields = {field.name for field in structs.fields(Gpu)} - {"name"}
     known = fields | {"gpu", "gpus", "gpus_per_node"}
     unknown = sorted(set(data) - known)
     if unknown:
@@ -136,7 +134,7 @@ def load_cluster(path: Path) -> Cluster:
     name = str(data.get("gpu", "described"))
     given: dict[str, Any] = {key: data[key] for key in fields if key in data}
     if name in GPUS:
-        gpu = dataclasses.replace(GPUS[name], **given)
+        gpu = structs.replace(GPUS[name], **given)
     else:
         missing = sorted(fields - set(given) - {"link_domain"})
         if missing:

@@ -16,11 +16,12 @@ Legend: L MoE layers, G ranks, S slots of a rank, K experts per token, D hidden,
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from eplb.offline.cluster import Cluster
 from eplb.offline.shapes import WEIGHT_BYTES, ModelShape
@@ -29,8 +30,7 @@ Floats = npt.NDArray[np.float64]
 Phase = Literal["prefill", "decode"]
 
 
-@dataclass(frozen=True)
-class Constants:
+class Constants(Struct, frozen=True):
     """What kernels reach of the peaks. The link numbers are fitted to DeepEP's 12 low-latency and 4 normal rows,
     attention to FlashMLA's and FlashAttention-3's published rates, the GEMM and gap numbers to the Hopper rows of
     eplb/offline/published.py that are marked as fitted."""
@@ -58,8 +58,7 @@ class Constants:
 DEFAULT = Constants()
 
 
-@dataclass(frozen=True)
-class Workload:
+class Workload(Struct, frozen=True):
     """One step of every GPU. tokens_per_gpu: sequences (decode) or prompt tokens (prefill) of a GPU; context: cached
     tokens per sequence (decode) or the prompt's length (prefill); micro_batches: 2 overlaps links with compute, 1 does
     not; fp8_cache: cache and attention in FP8 instead of bfloat16."""
@@ -88,8 +87,7 @@ class Workload:
         return f"{self.phase}: {self.tokens_per_gpu} {what} per GPU, {self.context} {where}, links {overlap}"
 
 
-@dataclass(frozen=True)
-class StepCost:
+class StepCost(Struct, frozen=True):
     """Milliseconds of one step by part (links: dispatch and combine before overlap; hidden: what overlap takes off)."""
 
     total_ms: float

@@ -7,11 +7,11 @@ Legend: L MoE layers, E logical experts, G ranks, S slots of a rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from eplb.balance import Floats, balancedness, placement_balance, rank_load
 from eplb.bounds import balance_bound
@@ -27,8 +27,7 @@ _STEPS = 4  # single steps looked at in a pair of windows
 _GPU_MEMORY = 0.9  # of a GPU's memory, for weights and cache
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(Struct, frozen=True):
     """Loads of a window and of the one behind it, [L, E], and counts of single steps in that."""
 
     fit_LE: Floats

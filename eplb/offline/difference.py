@@ -5,11 +5,11 @@ Legend: L MoE layers, G ranks, S slots of a rank, E logical experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from eplb.coverage import domains_of, host_matrix
 from eplb.placement import Placement
@@ -27,8 +27,7 @@ class Transfer(NamedTuple):
     target: int
 
 
-@dataclass(frozen=True, eq=False)
-class Difference:
+class Difference(Struct, frozen=True, eq=False):
     """transfers: what a rank hosts that it did not. received, sent: int64 [G] experts; links: int64 [G, G] experts from
     rank to rank; loaded: int64 [G] experts from the checkpoint. changed_layers: layers in which something moves.
     rounds: steps that suffice when a rank sends one expert and receives one at a time; rounds_per_layer: the same with

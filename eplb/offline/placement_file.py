@@ -14,13 +14,14 @@ Legend: L MoE layers, G ranks, S slots of a rank, E logical experts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import replace
 
 from eplb.offline.files import decode_json, read_bytes, write_bytes
 from eplb.offline.trace import check_layer_ids
@@ -30,8 +31,7 @@ FORMAT, VERSION = "moesaic-placement", 1
 WHOLE = 65535  # the weight of an expert's only slot
 
 
-@dataclass(frozen=True)
-class PlacementFile:
+class PlacementFile(Struct, frozen=True):
     """A placement and what a file says about it. slots: the slots that a rank has in each layer (<=
     placement.slots_per_rank). provenance: facts about the trace and the plan, JSON values."""
 
@@ -39,7 +39,7 @@ class PlacementFile:
     slots: tuple[int, ...]
     layer_ids: tuple[int, ...]
     model: str = ""
-    provenance: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = {}
 
 
 class _Json(msgspec.Struct):

@@ -7,8 +7,9 @@ say something that the model needs, `assumed` says what was taken. Nothing here 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from eplb.offline.cluster import make_cluster
 from eplb.offline.cost import DEFAULT, Constants, Workload, balanced_part, links_ms, pause_s, step_cost
@@ -25,8 +26,7 @@ _PROFILE = "DeepSeek profile-data, rates in the LMSYS blog 2025-05-05"
 _DEEPEP = "DeepEP V1 README, H800 + CX7"
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(Struct, frozen=True):
     """One published number of DeepSeek-V3/R1 and the case it belongs to. published: tokens/s per GPU."""
 
     name: str

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, structs
 
 from eplb.balance import Floats, balancedness, placement_balance, rank_load
 from eplb.balancer import Balancer, BalancerConfig
@@ -34,8 +34,7 @@ _SETTLED = 4  # times its memory: how long the balancer is shown a load until it
 _COST_SAMPLES = 24  # records of a replay whose step time is predicted; they lie evenly
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(Struct, frozen=True):
     """One combination. window: records that a full plan is made from; interval: records between two full plans (greedy)
     or two rounds of moves (ours); reweight: records between two re-weightings; budget: bytes that a rank may receive
     per step (ours). Those that a policy does not use are 0."""
@@ -48,8 +47,7 @@ class Settings:
     budget: int = 0
 
 
-@dataclass(frozen=True)
-class Setup:
+class Setup(Struct, frozen=True):
     """What all combinations share. expert_bytes: of one expert of one layer; shape, cluster, work: for milliseconds."""
 
     num_ranks: int
@@ -228,7 +226,7 @@ def _row(run: _Run, step: list[float], nexts: list[float], costs: list[float]) -
     windows = (setup.stop - setup.start) / settings.window
     steps = int(trace.steps[setup.start : setup.stop].sum())
     row: dict[str, Any] = {
-        **vars(settings),
+        **structs.asdict(settings),
         "in_window": float(np.mean(run.in_window)) if run.in_window else None,
         "next_window": float(np.mean(nexts)),
         "step": float(np.mean(step)),

@@ -6,19 +6,18 @@ Legend: D hidden, E logical experts, K experts per token, F expert width, H head
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, structs
 
 # Bytes of one weight. fp8: blocks of 128 x 128 with a float32 scale (0.02 % more, left out); nvfp4: 16 values share an
 # FP8 scale.
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 
 
-@dataclass(frozen=True)
-class ModelShape:
+class ModelShape(Struct, frozen=True):
     """What a layer costs, read from a model's config. kv_lora_rank 0 means grouped-query attention, else MLA.
 
     Sizes are counts of elements; `expert_dtype` is the type of the routed and shared experts' weights.
@@ -108,7 +107,7 @@ class ModelShape:
 
     def with_dtype(self, expert_dtype: str) -> ModelShape:
         """The same model with its experts in another type. Raises ValueError for a type not known."""
-        return dataclasses.replace(self, expert_dtype=expert_dtype)
+        return structs.replace(self, expert_dtype=expert_dtype)
 
 
 _DEEPSEEK_V3 = ModelShape(

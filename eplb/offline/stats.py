@@ -7,10 +7,10 @@ Legend: T records, L MoE layers, E logical experts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from eplb.offline.trace import Progress, Trace
 
@@ -20,8 +20,7 @@ Floats = npt.NDArray[np.float64]
 _BREAK_DEVIATIONS, _BREAK_AT_LEAST = 6.0, 0.1
 
 
-@dataclass(frozen=True, eq=False)
-class Skew:
+class Skew(Struct, frozen=True, eq=False):
     """Of the whole trace, float64 [L]: gini (0 even, 1 one expert has all), top_over_mean (the hottest expert),
     top10_share (part of the load that the hottest 10 % receive), idle (experts without a token)."""
 
@@ -31,8 +30,7 @@ class Skew:
     idle: npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class Drift:
+class Drift(Struct, frozen=True, eq=False):
     """Between neighbouring windows, float64 [T - 1, L]: spearman (rank correlation of the experts' loads; 1: the same
     order) and moved (part of the load that is on other experts than before). breaks: the windows that begin a new
     domain.

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
 
 from eplb.offline.files import decode_json, open_file, read_arrays, replacing
 
@@ -34,8 +34,7 @@ _MAX_SIDE = 1 << 16  # layers or experts: far beyond any model, and small enough
 _EXACT_IN_FLOAT32 = 1 << 24
 
 
-@dataclass(frozen=True)
-class TraceMeta:
+class TraceMeta(Struct, frozen=True):
     """Where a trace comes from. 0 and "" mean that it is not known. layer_ids: the model's number of each row (MoE
     layers of DeepSeek-V3 begin at 3)."""
 
@@ -46,8 +45,7 @@ class TraceMeta:
     layer_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
-class Trace:
+class Trace(Struct, frozen=True, eq=False):
     """load: float32 [T, L, E], or float64 where float32 would not be exact: tokens that each expert received (a token
     counts once for each of its K experts), finite and >= 0. step, steps, tokens: int64 [T]; tokens is 0 where it is not
     known.

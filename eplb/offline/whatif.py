@@ -6,15 +6,14 @@ Legend: L MoE layers, E logical experts, G ranks, S slots of a rank, N failure d
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, structs
 
 from eplb.balance import Floats, balancedness, rank_load
 from eplb.coverage import domains_of, fewest_uncovered, host_matrix, survivable_losses, uncovered_by_group
@@ -29,8 +28,7 @@ EXTRA_MOVES = 3  # a layer, after a repair
 Bools = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
-class Sets:
+class Sets(Struct, frozen=True):
     """Sets of ranks to lose, one scenario each. complete: all that there are, not a sample."""
 
     name: str
@@ -149,7 +147,7 @@ def loss(
     last = after if moved is None else moved
     last_share = share if moved is None else moved.share
     if predict is not None:
-        part = slot_part(dataclasses.replace(last, share=last_share), load)
+        part = slot_part(structs.replace(last, share=last_share), load)
         result["step_ms_after"] = predict(part[:, alive])["total_ms"]
     return result | {
         "loaded": len(loads),

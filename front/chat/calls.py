@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from front.chat.events import CallArguments, CallBegin, CallEnd, Event
 from front.chat.families import CallFormat
@@ -40,8 +40,7 @@ class _Named(msgspec.Struct):
 _named = msgspec.json.Decoder(_Named)
 
 
-@dataclass(frozen=True, slots=True)
-class Tables:
+class Tables(Struct, frozen=True):
     """What all calls of a parser share."""
 
     format: CallFormat

@@ -7,10 +7,10 @@ CallArguments whose texts joined are a JSON object, then CallEnd; calls do not o
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
+from msgspec import Struct
 
 
 class Content(msgspec.Struct, frozen=True, gc=False, tag=True):
@@ -82,20 +82,18 @@ def joined(events: list[Event]) -> list[Event]:
     return result
 
 
-@dataclass(slots=True)
-class Call:
+class Call(Struct):
     id: str
     name: str
     arguments: str = ""
 
 
-@dataclass(slots=True)
-class Message:
+class Message(Struct):
     """The events of a choice, joined."""
 
     content: str = ""
     reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[Call] = []
 
     def add(self, events: Iterable[Event]) -> None:
         for event in events:

@@ -6,16 +6,16 @@ text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 HARMONY = "openai"  # calls of gpt-oss (front/chat/harmony.py)
 HARMONY_REASONING = "openai_gptoss"
 HARMONY_TAGS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningFormat:
+class ReasoningFormat(Struct, frozen=True):
     """assumed: an output begins with reasoning though neither it nor its prompt says so. calls_end: where calls begin,
     reasoning has ended, with its tag or without."""
 
@@ -25,8 +25,7 @@ class ReasoningFormat:
     calls_end: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CallFormat:
+class CallFormat(Struct, frozen=True):
     """One call is `begin`, its name, `named`, the arguments, `end`; all calls of an answer may stand in a `section`.
 
     arguments: how they are written. json: an object behind the name. named_json: an object that holds name and

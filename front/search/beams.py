@@ -8,19 +8,15 @@ ranks by the sum of its log-probabilities over its number of tokens to the power
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
+from msgspec import Struct
 
-from front.async_llm import AsyncLLM
-from front.messages import FinishReason, SamplingParams, TokenOutput
-from front.outputs import Delta, PositionLogprobs, Prompt, RequestOutput, TokenLogprob
-from front.sequences import LiveRequest
-from front.sequences import Sequence as Choice
+from front.messages import FinishReason, SamplingParams
+from front.outputs import PositionLogprobs, Prompt, RequestOutput, TokenLogprob
 from front.text import Tokenizer
 
 MAX_BEAM_WIDTH = 64
@@ -61,12 +57,11 @@ class BeamSearchOutput(msgspec.Struct):
     sequences: list[BeamSearchSequence]
 
 
-@dataclass(slots=True)
-class Beam:
+class Beam(Struct):
     """tokens: of the output. total: of their log-probabilities."""
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    tokens: list[int] = []
+    logprobs: list[PositionLogprobs] = []
     total: float = 0.0
     finish_reason: FinishReason = "abort"
     stop_reason: int | None = None
@@ -209,48 +204,3 @@ class Search:
 def beam_names(request_id: str, beam_width: int) -> list[str]:
     """The engine's names of the requests of a search."""
     return [f"{request_id}.{beam}" for beam in range(beam_width)]
-
-
-async def beam_deltas(
-    engine: AsyncLLM, prompts: Sequence[Prompt], params: BeamSearchParams
-) -> AsyncGenerator[list[Delta], None]:
-    """The n best outputs of each prompt, all at once, as deltas with the choice numbers of the whole request."""
-    ends = engine.tokenizer.eos_token_ids
-    searches = [Search(prompt, params, ends) for prompt in prompts]
-    with engine.series(name for search in searches for name in search.names()) as aborted:
-        while asked := [prompt for search in searches for prompt in search.prompts()]:
-            tasks = [asyncio.create_task(engine.generate(prompt, goes_on=True)) for prompt in asked]
-            try:
-                results = await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-            for search in searches:
-                search.take_results(results)
-                if aborted.intersection(search.names()):
-                    search.stop("abort")
-    yield [
-        delta
-        for place, (prompt, search) in enumerate(zip(prompts, searches, strict=True))
-        for delta in _deltas(engine, prompt, search, place * prompt.params.n)
-    ]
-
-
-def _deltas(engine: AsyncLLM, prompt: Prompt, search: Search, first: int) -> list[Delta]:
-    """Of the best beams, read as outputs of ordinary requests are. Where there are fewer, choices are empty."""
-    beams = [*search.best, *[Beam() for _ in range(prompt.params.n)]][: prompt.params.n]
-    shown = prompt.params.logprobs
-    deltas = []
-    for index, beam in enumerate(beams):
-        hidden = prompt.params.skip_special_tokens
-        tags = prompt.format.tags if prompt.format is not None else ()
-        detokenizer = engine.tokenizer.detokenizer(prompt.token_ids, hidden, tags)
-        choice = Choice(index, 0, LiveRequest(prompt, 0.0), detokenizer)
-        delta = choice.delta(TokenOutput(0, beam.tokens, beam.finish_reason, beam.stop_reason))
-        delta.index = first + index
-        if shown is not None:
-            delta.logprobs = [PositionLogprobs(one.chosen, one.top[:shown]) for one in beam.logprobs]
-        delta.num_cached_tokens = search.num_cached if index == 0 else 0
-        deltas.append(delta)
-    return deltas

@@ -20,17 +20,13 @@ from front.messages import Grammar, StructuredOutputsParams
 from front.structured.lark import WHITESPACE, JsonStyle, escaped, json_grammar, regex_rule
 from front.structured.patterns import check_counts
 from front.structured.tags import structural_tag_grammar
-from front.structured.vocabulary import Vocabulary, names_only
+from front.structured.vocabulary import Vocabulary, grammar_limits, names_only
 from front.structured.xgrammar_backend import grammar_of
 
 MAX_BYTES = 512 << 10  # of a description
 MAX_DEPTH = 64  # of a schema
 MAX_CHOICES = 4096
 MAX_AFTER = 64  # tokens
-# Bounds what a grammar may cost: the front when it is checked, a rank when it is built, every step afterwards.
-LIMITS = llguidance.LLParserLimits(
-    max_grammar_size=200_000, initial_lexer_fuel=1_000_000, step_max_items=50_000, verbose_errors=False
-)
 _PLACE = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?")
 _EXCERPT = re.compile(r"\n\s*\d+ \|.*", re.DOTALL)
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -68,7 +64,7 @@ def _checked(described: bytes, tokenizer: Vocabulary) -> Grammar:
         return Grammar(_of_xgrammar(kind, params), params.after_token_ids, xgrammar=True)
     try:
         text = _text_of(kind, params, tokenizer)
-        made = llguidance.LLMatcher(names_only(tokenizer), text, log_level=0, limits=LIMITS)
+        made = llguidance.LLMatcher(names_only(tokenizer), text, log_level=0, limits=grammar_limits())
     except RecursionError:
         raise ValueError(f"{kind}: nested too deeply") from None
     except ValueError as error:

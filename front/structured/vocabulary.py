@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Protocol
 
 import llguidance
@@ -45,6 +45,14 @@ class _Wrapper:
         if isinstance(text, bytes):
             text = text.decode("utf-8", "replace")
         return (self._encode_again if len(text) <= KEPT_LENGTH else self._encode)(text)
+
+
+@cache
+def grammar_limits() -> llguidance.LLParserLimits:
+    """Bounds what a grammar may cost: the front when it is checked, a rank when it is built, every step afterwards."""
+    return llguidance.LLParserLimits(
+        max_grammar_size=200_000, initial_lexer_fuel=1_000_000, step_max_items=50_000, verbose_errors=False
+    )
 
 
 def grammar_tokenizer(vocabulary: Vocabulary, vocab_size: int) -> llguidance.LLTokenizer:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct
 
 from configs.engine import Plan
 from launch.doctor.findings import Finding, State
@@ -19,14 +20,13 @@ PROCESS_BYTES = 450 * MEBI  # of the front, and of a process that waits to becom
 AMX_FLAG = "amx_bf16"
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(Struct, frozen=True):
     """root: of the file system; variables: those by which libraries are told to take an interface."""
 
     node: int
     plan: Plan | None  # None: none could be made
     root: Path = Path("/")
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = {}
 
     @property
     def ranks(self) -> int:

@@ -10,9 +10,10 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path as FilePath
+
+from msgspec import Struct, field
 
 from configs.hosts import Hosts, family_of, resolve
 from engine.process.console import say_text
@@ -32,8 +33,7 @@ RETRY_SECONDS = 0.2
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Doctor:
+class Doctor(Struct, frozen=True, kw_only=True):
     """machine: this one; model: directory of the checkpoint, None: it is not here; error: why no plan could be made,
     and fix what to type; hosts: its part of a launch; first_ports: beside those of ranks and front. nodes: 1: it is
     alone. rows: as compare.links takes them."""

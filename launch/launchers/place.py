@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 Variables = Mapping[str, str]
 WORDS = "say --nnodes and --node-rank"  # which end every doubt
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Struct, frozen=True):
     """Node `index` of `nodes`. head: the address or the name of node 0; None: the system does not say. said: the
     variables that told it; (): the command line did."""
 

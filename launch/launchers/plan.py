@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 CONTAINER = ("moesaic",)  # how the program is called in an image
 NAME = "moesaic"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchPlan:
+class LaunchPlan(Struct, frozen=True, kw_only=True):
     """ranks: of each node; gpus: of each node, 0 for CPUs; program: how it is called on a node; options: more words of
     `moesaic serve`; drain: seconds that running requests have; addresses: of the nodes, where they are known."""
 

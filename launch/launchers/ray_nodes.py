@@ -12,9 +12,10 @@ import argparse
 import importlib
 import signal
 import sys
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+
+from msgspec import Struct
 
 from engine.process.console import guard_console, say_text
 from launch.launchers.agent import Agent
@@ -52,8 +53,7 @@ def _ray() -> Any:
         raise ValueError(f"Ray cannot be imported ({error}): pip install 'moesaic[ray]'") from None
 
 
-@dataclass
-class _Node:
+class _Node(Struct):
     actor: Any
     task: Any = None  # of `run`; None: it has not been started
     code: int | None = None  # once it has ended by itself

@@ -11,11 +11,11 @@ splits, I tiles of queries.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 import triton
 import triton.language as tl
+from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 from layers.attention import HeadCounts
@@ -106,8 +106,7 @@ def _attention_kernel(
     tl.store(lse_ptr + here, lse, mask=there)
 
 
-@dataclass(frozen=True, slots=True)
-class _Launch:
+class _Launch(Struct, frozen=True):
     """Tokens first : last of the step, that run with one config. tiles: int32 [I, 4], or None: one of each sequence."""
 
     first: int

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from layers.triton.tuned import TUNED
 
@@ -16,8 +17,7 @@ from layers.triton.tuned import TUNED
 Tuned = Mapping[str, Mapping[str, Mapping[tuple[int, ...], tuple[int, ...]]]]
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionConfig:
+class AttentionConfig(Struct, frozen=True):
     """A program takes block_m rows (query heads of one key head, of as many queries as fit) and reads block_s keys at a
     time. Keys of decodes are cut until there are about `programs` of them, but not below `keys` each."""
 

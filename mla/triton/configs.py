@@ -6,14 +6,13 @@ counting registers and shared memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from layers.triton.configs import ANY, Tuned, nearest
 from mla.triton.tuned import TUNED
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeConfig:
+class DecodeConfig(Struct, frozen=True):
     """A program takes block_h heads of a sequence and reads block_s keys at a time. Keys are cut until there are about
     `programs` of them, but not below `keys` each."""
 
@@ -25,8 +24,7 @@ class DecodeConfig:
     keys: int = 256
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillConfig:
+class PrefillConfig(Struct, frozen=True):
     """A program takes block_m queries of a head and reads block_s keys at a time."""
 
     block_m: int

@@ -9,9 +9,8 @@ the cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from layers.step import StepInput
@@ -57,8 +56,7 @@ class TritonMla:
         return TritonMlaStep(self, step, first, _absorb(step, few) if few else None, prompts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Absorbed:
+class _Absorbed(Struct, frozen=True):
     """tokens: of the step, int64 [B] or a slice; table [B, N] and lens [B]: of each; longest: no lens is more."""
 
     tokens: slice | Tensor

@@ -13,12 +13,12 @@ I tiles of queries.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from msgspec import Struct
 from torch import Tensor
 
 from layers.step import StepInput
@@ -81,8 +81,7 @@ def _prefill_kernel(
         tl.store(lse_ptr + place, lse, mask=there)
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(Struct, frozen=True):
     """rows_U: int64, rows of the cache whose keys are built; tiles: int32 [I, 6]."""
 
     rows_U: Tensor

@@ -6,8 +6,9 @@ https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json and its V2 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from cache.spec import CacheGroup, CacheSpec, Field
 from layers.rope_parameters import RopeParameters, yarn_mscale
@@ -39,8 +40,7 @@ WRAPPED = "_wrapped"  # a field of our own: `parse` is given the text_config of 
 LATENT_NORM_EPS = 1e-6  # of the norms inside attention: the originals do not pass rms_norm_eps to them
 
 
-@dataclass(frozen=True, slots=True)
-class DeepseekConfig(SharedFacts):
+class DeepseekConfig(SharedFacts, Struct, frozen=True):
     """q_lora_rank 0: queries come from one projection. router None and num_experts 0: a dense model.
 
     moe_layers: those with routed experts, in order; what drafts has some if the last has. num_mtp_layers: extra layers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from models.fields import Fields
 
@@ -12,8 +12,7 @@ FP8_SCALE_BYTES = 4  # behind each key in FP8 (mla/index_keys.py)
 _KINDS = {"F": "full", "S": "shared", "full": "full", "shared": "shared"}
 
 
-@dataclass(frozen=True, slots=True)
-class IndexConfig:
+class IndexConfig(Struct, frozen=True):
     """topk: the most keys that a query attends to. full_layers: those with an indexer; the others use what the last of
     these before them has chosen. interleave: rotated pairs of the checkpoint lie side by side."""
 

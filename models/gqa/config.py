@@ -5,8 +5,9 @@ MiniMax-M2, dots1, DeepSeek-MoE, ERNIE 4.5, gpt-oss. Free of torch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from cache.spec import CacheGroup, CacheSpec, Field
 from layers.rope_parameters import RopeParameters
@@ -19,8 +20,7 @@ from models.router_config import RouterConfig
 from models.shared_fields import SharedFacts, context_limit, read_rope
 
 
-@dataclass(frozen=True, slots=True)
-class GqaConfig(SharedFacts):
+class GqaConfig(SharedFacts, Struct, frozen=True):
     """qk_norm: "none", "head" (each head of queries and keys by itself) or "vector" (all heads of the queries as one
     vector, all of the keys as another). o_bias: bias of the output projection of attention. intermediate_size: of the
     layers without experts. moe_layers: which layers have routed experts, in order (empty for a dense model).

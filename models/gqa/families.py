@@ -6,8 +6,9 @@ Defaults are those of Hugging Face transformers, whose config classes are the so
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct
 
 from models.fields import Fields
 from models.gqa import windows
@@ -18,8 +19,7 @@ from models.key_names import ERNIE, GPT_OSS, MIXTRAL, PLAIN, QWEN2_MOE, KeyNames
 ReadExperts = Callable[[Fields, int], dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Bias:
+class Bias(Struct, frozen=True):
     """flag: the field that says whether there is a bias; None: `default` decides."""
 
     flag: str | None = None
@@ -33,8 +33,7 @@ ASKED = Bias("attention_bias")
 USE_BIAS = Bias("use_bias")  # of every projection
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(Struct, frozen=True):
     """qk_norm: as GqaConfig.qk_norm; qk_norm_flag: the field that says whether there is one. qkv, out, mlp, head:
     biases of the projections. windows: reads which layers look back a window of tokens only. sinks: its attention has
     sinks. partial: the part of a head that is rotated; None: all of it, always. interleaved: pairs of rotated
@@ -53,7 +52,7 @@ class Family:
     interleaved: bool = False
     experts: ReadExperts | None = None
     names: KeyNames = PLAIN
-    absent: Mapping[str, Any] = field(default_factory=dict)
+    absent: Mapping[str, Any] = {}
     rope: Mapping[str, Any] | None = None
     mtp: bool = False  # its checkpoints may have layers after the last one that predict further tokens
 

@@ -7,9 +7,9 @@ config classes in Hugging Face transformers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from dataclasses import fields as fields_of
 from typing import Any
+
+from msgspec.structs import fields as fields_of
 
 from cache.spec import CacheSpec
 from layers.rope_parameters import RopeParameters
@@ -39,8 +39,7 @@ _ABSENT: dict[str, dict[str, Any]] = {  # what transformers takes for keys that 
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class KimiLinearConfig(deepseek.DeepseekConfig):
+class KimiLinearConfig(deepseek.DeepseekConfig, frozen=True):
     """full_layers: those with latent attention; the others keep a state, with a decay for each channel of a key
     (layers/gated_delta.py). linear_dim: the width of a head's keys and values. kept_drafts: the most drafts of a
     sequence in a step. narrow_gates: decays and gates of the output are projected in two steps. lower_bound: of a
@@ -56,7 +55,7 @@ class KimiLinearConfig(deepseek.DeepseekConfig):
 
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
         """The latents of the layers with full attention; of the others what models/delta_cache.py says."""
-        (paged,) = super(KimiLinearConfig, self).cache_spec(dtype, fp8)
+        (paged,) = super().cache_spec(dtype, fp8)
         linear_layers = tuple(layer for layer in range(self.num_layers) if layer not in self.full_layers)
         size = self.linear_heads * self.linear_dim
         sizes = self.conv_taps, 3 * size, (self.linear_heads, self.linear_dim, self.linear_dim), size

@@ -6,9 +6,10 @@ of the other names.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from dataclasses import fields as fields_of
 from typing import Any
+
+from msgspec.structs import fields as fields_of
+from msgspec.structs import replace
 
 from cache.spec import CacheSpec
 from models.delta_cache import delta_group
@@ -37,8 +38,7 @@ _KINDS = ("linear_attention", "full_attention")
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")  # positions of text are the same in every section
 
 
-@dataclass(frozen=True, slots=True)
-class Qwen3NextConfig(gqa.GqaConfig):
+class Qwen3NextConfig(gqa.GqaConfig, frozen=True):
     """full_layers: those that attend to all tokens; the others are gated delta nets (layers/gated_delta.py).
     grouped_keys: the checkpoint has projections of a key head and of its value heads side by side. kept_drafts: the
     most drafts of a sequence in a step."""
@@ -54,7 +54,7 @@ class Qwen3NextConfig(gqa.GqaConfig):
 
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
         """Keys and values of the layers with full attention; of the others what models/delta_cache.py says."""
-        (paged,) = super(Qwen3NextConfig, self).cache_spec(dtype, fp8)
+        (paged,) = super().cache_spec(dtype, fp8)
         linear_layers = tuple(layer for layer in range(self.num_layers) if layer not in self.full_layers)
         channels = 2 * self.linear_key_heads * self.linear_key_dim + self.linear_value_heads * self.linear_value_dim
         state = self.linear_value_heads, self.linear_key_dim, self.linear_value_dim

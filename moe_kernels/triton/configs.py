@@ -8,14 +8,13 @@ Legend: M rows of a tile, N output features of a tile, K input features of a ste
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from layers.triton.configs import ANY, Tuned, nearest
 from moe_kernels.triton.tuned import TUNED
 
 
-@dataclass(frozen=True, slots=True)
-class GemmConfig:
+class GemmConfig(Struct, frozen=True):
     """band: tiles of rows that run side by side over all outputs, so that weights are found in the cache again. tma:
     tiles are fetched by the copy engine (moe_kernels/triton/tma_gemm.py) where it can."""
 

@@ -9,12 +9,12 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 import click
 import numpy as np
+from msgspec import Struct
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -61,8 +61,7 @@ class Infeasible(Refused):
     exit_code = 6
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(Struct, frozen=True):
     """How a verb answers: its result as JSON or as text, on stdout or in a file; progress unless quiet."""
 
     as_json: bool

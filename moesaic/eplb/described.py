@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from eplb.offline.cluster import GPUS, Cluster, load_cluster, make_cluster
 from eplb.offline.cost import ASSUMPTIONS, DEFAULT, Phase, StepCost, Workload, step_cost
@@ -16,8 +16,7 @@ from moesaic.eplb.common import FILE, taking
 from moesaic.options import Number
 
 
-@dataclass(frozen=True)
-class Described:
+class Described(Struct, frozen=True):
     """What was said on the command line."""
 
     model: str | None
@@ -84,8 +83,7 @@ class Described:
         return Costing(cluster, shape, self.work)
 
 
-@dataclass(frozen=True)
-class Costing:
+class Costing(Struct, frozen=True):
     """A cluster, a model and a step: all that turns loads into milliseconds."""
 
     cluster: Cluster

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import click
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import replace
 
 from eplb.balance import balancedness, rank_load
 from eplb.bounds import balance_bound
@@ -67,8 +68,7 @@ def command(
     out.result(result, *_sentences(view, layer), "", table)
 
 
-@dataclass(frozen=True)
-class _View:
+class _View(Struct, frozen=True):
     """load_E: the layer's loads; placement: of this layer alone."""
 
     load_E: Floats

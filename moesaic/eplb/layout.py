@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import click
+from msgspec import Struct
 
 from eplb.balance import Floats
 from eplb.placement import slots_needed
@@ -15,8 +15,7 @@ from moesaic.eplb.common import Infeasible, taking
 from moesaic.eplb.described import Described
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(Struct, frozen=True):
     """Where experts may go. slots: per rank and layer; domains: the failure domain of each rank."""
 
     num_ranks: int
@@ -51,8 +50,7 @@ class Layout:
         }
 
 
-@dataclass(frozen=True)
-class LayoutOptions:
+class LayoutOptions(Struct, frozen=True):
     """What was said on the command line; `layout` fills in the rest."""
 
     ranks: int | None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from msgspec import Struct
 from rich.text import Text
 
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e")
@@ -14,8 +14,7 @@ _X_LABELS, _MOST_DOTS = 12, 40  # what a chart has room for
 _WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 760, 420, 70, 46, 190, 64
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(Struct, frozen=True):
     """ys go with the chart's xs; a missing value breaks the line. dashed: a limit rather than a result."""
 
     name: str
@@ -23,8 +22,7 @@ class Line:
     dashed: bool = False
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(Struct, frozen=True):
     """xs rise. second: labels under those of the x axis (say memory under slots)."""
 
     title: str

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
 import click
+from msgspec import structs
 
 from eplb.offline.placement_file import PlacementFile
 from eplb.offline.shapes import MODELS, load_shape
@@ -68,4 +68,4 @@ def with_nodes(file: PlacementFile, ranks_per_node: int | None) -> PlacementFile
     domains = tuple(rank // ranks_per_node for rank in range(placement.num_ranks))
     if placement.failure_domains and placement.failure_domains != domains:
         raise ValueError("--ranks-per-node contradicts the failure domains in the file")
-    return dataclasses.replace(file, placement=dataclasses.replace(placement, failure_domains=domains))
+    return structs.replace(file, placement=structs.replace(placement, failure_domains=domains))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import click
 import numpy as np
+from msgspec import Struct, structs
 from rich.table import Table
 
 from eplb.balance import Floats, balancedness, placement_balance, rank_load
@@ -40,8 +39,7 @@ GIB = 1 << 30
 _STEPS_SCORED = 20  # single steps of the fitted records that are scored; they lie evenly
 
 
-@dataclass(frozen=True)
-class _Moves:
+class _Moves(Struct, frozen=True):
     """The placement in use and what may move from it. full: take the full plan or nothing."""
 
     current: PlacementFile | None
@@ -187,7 +185,7 @@ def _made(load_LE: Floats, layout: Layout, slots_L: tuple[int, ...], moves: _Mov
         if layout.method == "flat"
         else reweight(kept.slot_to_expert, load_LE, kept.alive)
     )
-    placed = dataclasses.replace(kept, epoch=full.placement.epoch, share=share)
+    placed = structs.replace(kept, epoch=full.placement.epoch, share=share)
     return (
         placed,
         "moves within the budget" if better is not None else "no move within the budget pays: new shares only",

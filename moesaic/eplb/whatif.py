@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
+from msgspec import structs
 from rich.table import Table
 
 from eplb.balance import Floats
@@ -128,7 +128,7 @@ def _predictor(costing: Costing | None, placement: Placement, lost: int) -> Call
     live = sum(placement.alive) - lost
     if costing is None or live < 1:
         return None
-    smaller = dataclasses.replace(costing, cluster=dataclasses.replace(costing.cluster, num_gpus=live))
+    smaller = structs.replace(costing, cluster=structs.replace(costing.cluster, num_gpus=live))
     return lambda part: smaller.step(part).as_dict()
 
 

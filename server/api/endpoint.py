@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
+from msgspec import Struct
 from starlette.requests import Request
 
 from front.chat.format import OutputFormat
@@ -33,8 +33,7 @@ DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
 
 
-@dataclass(slots=True)
-class Taken(Generic[Body]):
+class Taken(Struct, Generic[Body]):
     """body: without its prompt or messages. texts: what echo shows of each prompt; None: nothing."""
 
     body: Body

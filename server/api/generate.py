@@ -9,10 +9,10 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,7 +20,8 @@ from front.async_llm import AsyncLLM, RequestStream
 from front.chat.events import Content, Event, Message
 from front.front import EngineBusy, EngineDraining, EngineFailed
 from front.outputs import Delta, PositionLogprobs, Prompt
-from front.search.beams import BeamSearchParams, beam_deltas, beam_names
+from front.search.beam_deltas import beam_deltas
+from front.search.beams import BeamSearchParams, beam_names
 from server.api.openai import Usage, usage_of
 from server.errors import ApiError, as_api_error, unfinished
 from server.http import ResponseWriter, response_writer_of
@@ -37,8 +38,7 @@ AT_ONCE = 16  # prompts of one request that are sent before others have their tu
 GOODBYE_SECONDS = 5.0  # how long the last words to a slow client may take
 
 
-@dataclass(slots=True, kw_only=True)
-class Job:
+class Job(Struct, kw_only=True):
     """What to generate and how to show it. Choices are prompt-major: choice // n is the prompt.
 
     echo: text that stands before the output of each prompt's choices; None: no echo. no_output: max_tokens was 0, so
@@ -96,15 +96,14 @@ class Writer(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Choice:
+class Choice(Struct):
     """All that came for one choice."""
 
     index: int
-    texts: list[str] = field(default_factory=list)
-    steps: list[tuple[list[Event], list[PositionLogprobs] | None]] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    texts: list[str] = []
+    steps: list[tuple[list[Event], list[PositionLogprobs] | None]] = []
+    token_ids: list[int] = []
+    logprobs: list[PositionLogprobs] = []
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -133,8 +132,7 @@ def events_of(delta: Delta) -> list[Event]:
     return [Content(delta.text)] if delta.text else []
 
 
-@dataclass(slots=True)
-class PromptFacts:
+class PromptFacts(Struct):
     logprobs: list[PositionLogprobs | None] | None = None
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 from test_resolve import MACHINE, MODEL
 
 from configs.dbo import DboPlan
@@ -15,7 +15,7 @@ from configs.engine import EngineConfig
 from configs.resolve import resolve
 from moesaic.options import engine_config, engine_options
 
-DENSE = dataclasses.replace(MODEL, num_experts=0, expert_bytes=0)
+DENSE = structs.replace(MODEL, num_experts=0, expert_bytes=0)
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
+from msgspec import structs
 from test_resolve import MACHINE, MODEL
 
 from configs.engine import EngineConfig
 from configs.resolve import resolve
 
 pytestmark = pytest.mark.deterministic
-NATIVE = dataclasses.replace(MACHINE, native_kernels="avx512")
+NATIVE = structs.replace(MACHINE, native_kernels="avx512")
 
 
 def test_prompts_and_rows_take_the_ways_of_decodes() -> None:
@@ -32,4 +32,4 @@ def test_prompts_and_rows_take_the_ways_of_decodes() -> None:
 )
 def test_refused(choices: dict[str, Any], machine: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        resolve(EngineConfig(deterministic=True, **choices), MODEL, dataclasses.replace(NATIVE, **machine))
+        resolve(EngineConfig(deterministic=True, **choices), MODEL, structs.replace(NATIVE, **machine))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 from test_resolve import MACHINE, MODEL
 
 from configs.engine import EngineConfig, Plan
@@ -94,7 +94,7 @@ def test_a_file_with_something_else(tmp_path: Path) -> None:
 def test_on_where_there_is_something_to_balance(
     options: dict[str, Any], model: dict[str, Any], on: bool, reason: str
 ) -> None:
-    plan = resolve(EngineConfig(**options), dataclasses.replace(MODEL, **model), MACHINE)
+    plan = resolve(EngineConfig(**options), structs.replace(MODEL, **model), MACHINE)
     assert (plan.eplb is not None) == on
     assert re.search(reason, plan.reasons["eplb"])
 
@@ -104,7 +104,7 @@ def test_what_is_asked_for_is_decided_and_travels(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     eplb = EplbConfig(window_size=7, placement="placement.json")
     plan = resolve(EngineConfig(enable_eplb=True, eplb=eplb, data_parallel_size=2), MODEL, MACHINE)
-    assert plan.eplb == dataclasses.replace(eplb, placement=str(tmp_path / "placement.json"))
+    assert plan.eplb == structs.replace(eplb, placement=str(tmp_path / "placement.json"))
     assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
 
 
@@ -120,9 +120,9 @@ def test_a_configuration_of_what_is_off_is_refused() -> None:
 @pytest.mark.parametrize(("free", "enable_eplb", "slots"), [(4500, False, 16), (4500, True, 17), (3950, True, 16)])
 def test_a_spare_slot_per_rank_where_memory_allows_no_more(free: int, enable_eplb: bool, slots: int) -> None:
     """A third of the free memory may be weights: 1637 MiB with room for a loss, 1356 with a spare slot, 1300 without."""
-    model = dataclasses.replace(MODEL, expert_bytes=900 * MEBI)
+    model = structs.replace(MODEL, expert_bytes=900 * MEBI)
     config = EngineConfig(data_parallel_size=4, enable_eplb=enable_eplb, num_kv_blocks=1000)
-    machine = dataclasses.replace(MACHINE, free_memory=free * MEBI, shared_memory=False)
+    machine = structs.replace(MACHINE, free_memory=free * MEBI, shared_memory=False)
     plan = resolve(config, model, machine)
     assert plan.slots_per_rank == slots
     assert ("hot experts" in plan.reasons["slots_per_rank"]) == (slots == 17)

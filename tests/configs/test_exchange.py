@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
+from msgspec import structs
 from test_resolve import MACHINE, MODEL
 
 from cache.manager import PAGED
@@ -51,7 +51,7 @@ def test_what_they_cannot(asked: str, message: str) -> None:
 )
 def test_the_form_of_rows(config: dict[str, Any], change: dict[str, Any], rows: str) -> None:
     asked = EngineConfig(data_parallel_size=2, **config)
-    plan = with_dispatch(dataclasses.replace(resolve(asked, MODEL, MACHINE), dispatch_rows="plain", **change), asked)
+    plan = with_dispatch(structs.replace(resolve(asked, MODEL, MACHINE), dispatch_rows="plain", **change), asked)
     assert plan.dispatch_rows == rows and plan.reasons["dispatch_rows"]
 
 
@@ -77,7 +77,7 @@ LARGE = SHARED_HEAD_BYTES // 2  # weights of bfloat16
     ],
 )
 def test_which_ranks_share_their_head(asked: str, weights: int, change: dict[str, Any], shared: bool) -> None:
-    plan = dataclasses.replace(resolve(EngineConfig(data_parallel_size=2, dtype="bfloat16"), MODEL, MACHINE), **change)
+    plan = structs.replace(resolve(EngineConfig(data_parallel_size=2, dtype="bfloat16"), MODEL, MACHINE), **change)
     plan = with_vocab_parallel(plan, asked, weights)
     assert plan.vocab_parallel is shared and plan.reasons["vocab_parallel"]
 
@@ -100,16 +100,16 @@ def test_a_head_that_cannot_be_shared_is_refused() -> None:
     ],
 )
 def test_which_steps_are_resumed(asked: str, change: dict[str, Any], resumes: bool) -> None:
-    plan = dataclasses.replace(resolve(EngineConfig(data_parallel_size=2), MODEL, MACHINE), **change)
+    plan = structs.replace(resolve(EngineConfig(data_parallel_size=2), MODEL, MACHINE), **change)
     plan = with_resumed_steps(plan, asked, PAGED)
     assert plan.resume_steps is resumes and plan.reasons["resume_steps"]
 
 
 def test_steps_that_cannot_be_resumed() -> None:
-    plan = dataclasses.replace(resolve(EngineConfig(), MODEL, MACHINE), store_bytes=RESUMED_BYTES)
+    plan = structs.replace(resolve(EngineConfig(), MODEL, MACHINE), store_bytes=RESUMED_BYTES)
     states = (*PAGED, CacheGroup("state", (1,), (Field("state", (1,), "float32"),)))
     assert not with_resumed_steps(plan, "auto", states).resume_steps
     with pytest.raises(ValueError, match="resume_steps 'on': a step writes the states of linear attention as it goes"):
         with_resumed_steps(plan, "on", states)
     with pytest.raises(ValueError, match="resume_steps 'on': the cache of a rank with a GPU ends with the rank"):
-        with_resumed_steps(dataclasses.replace(plan, device="cuda"), "on", PAGED)
+        with_resumed_steps(structs.replace(plan, device="cuda"), "on", PAGED)

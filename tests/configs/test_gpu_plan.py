@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from made_up_caches import numbers_per_token
+from msgspec.structs import replace
 
 from configs.chips import CHIPS
 from configs.engine import EngineConfig, Plan
@@ -144,7 +144,7 @@ def fake_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tool.write_text(f"#!/bin/sh\nprintf '{LISTED}'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0+cu130")
+    monkeypatch.setattr("configs.gpu.torch_version", lambda: "2.11.0+cu130")
     return tool
 
 
@@ -161,7 +161,7 @@ def test_gpus_are_read_from_nvidia_smi(fake_smi: Path) -> None:
 def test_a_broken_nvidia_smi_is_no_gpu(fake_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_smi.write_text("#!/bin/sh\nexit 9\n")
     assert find_gpus(None) == (None, "nvidia-smi failed (CalledProcessError)")
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0+cpu")
+    monkeypatch.setattr("configs.gpu.torch_version", lambda: "2.13.0+cpu")
     assert "without CUDA" in find_gpus(None)[1]
 
 

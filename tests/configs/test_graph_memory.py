@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from test_gpu_plan import FAST, GIBI, GPU, MOE, plan
 
 from configs.engine import Plan

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from configs.engine import EngineConfig
 from configs.hosts import DEFAULT_PORT, Hosts, Network, as_one, front_endpoint, hosts_of

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made_up_caches import numbers_per_token
+from msgspec import structs
 
 import mla.requirements
 import moe_kernels.backends
@@ -60,7 +60,7 @@ def test_defaults() -> None:
 
 def test_weights_that_take_half_of_the_memory() -> None:
     """The cache has a quarter of what they leave; an asked part of the memory is what was asked."""
-    model = dataclasses.replace(MODEL, weight_bytes=4200 * MEBI, expert_bytes=4000 * MEBI)
+    model = structs.replace(MODEL, weight_bytes=4200 * MEBI, expert_bytes=4000 * MEBI)
     plan = resolve(EngineConfig(data_parallel_size=2), model, MACHINE)
     assert plan.num_kv_blocks == (8192 - 4200) * MEBI // 4 // 2 // (8192 * 2 * 16)
     assert "25% of what 4200 MiB of weights leave of 8192 MiB free" in plan.reasons["num_kv_blocks"]
@@ -70,8 +70,8 @@ def test_weights_that_take_half_of_the_memory() -> None:
 
 def test_weights_stay_in_bfloat16_beneath_float32() -> None:
     """On a CPU with native kernels, where nothing else was asked for."""
-    model = dataclasses.replace(MODEL, in_bfloat16=True, linear_bytes=150 * MEBI)
-    machine = dataclasses.replace(MACHINE, native_kernels="avx2")
+    model = structs.replace(MODEL, in_bfloat16=True, linear_bytes=150 * MEBI)
+    machine = structs.replace(MACHINE, native_kernels="avx2")
 
     def formats(model: ModelNumbers = model, machine: Machine = machine, **asked: Any) -> tuple[str, str]:
         plan = resolve(EngineConfig(**{"dtype": "float32", "data_parallel_size": 2, **asked}), model, machine)
@@ -87,11 +87,11 @@ def test_weights_stay_in_bfloat16_beneath_float32() -> None:
 
 def test_a_store_on_each_machine_where_there_is_room() -> None:
     """For all weights as often, and for the cache; if not, ranks have their own."""
-    two = dataclasses.replace(MACHINE, shared_memory=False, machines=2)
+    two = structs.replace(MACHINE, shared_memory=False, machines=2)
     plan = resolve(EngineConfig(data_parallel_size=4), MODEL, two)
     assert (plan.weight_store, plan.store_bytes, plan.slots_per_rank) == (True, 1000 * MEBI, 64)
     assert plan.num_kv_blocks == (4096 * MEBI - 2000 * MEBI) // 4 // (8192 * 2 * 16)
-    small = dataclasses.replace(two, free_memory=5000 * MEBI)
+    small = structs.replace(two, free_memory=5000 * MEBI)
     plan = resolve(EngineConfig(data_parallel_size=4), MODEL, small)
     assert (plan.weight_store, plan.store_bytes) == (False, 0) and plan.slots_per_rank < 64
     assert plan.reasons["weight_store"] == (
@@ -102,7 +102,7 @@ def test_a_store_on_each_machine_where_there_is_room() -> None:
 def test_states_take_half_of_the_memory_at_most() -> None:
     """Where the number of sequences is not asked for."""
     state = CacheGroup("state", (0,), (Field("state", (2 * MEBI,), "float32"),))
-    model = dataclasses.replace(MODEL, cache_spec=lambda dtype, fp8=False: (state, *numbers_per_token(8192)(dtype)))
+    model = structs.replace(MODEL, cache_spec=lambda dtype, fp8=False: (state, *numbers_per_token(8192)(dtype)))
     plan = resolve(EngineConfig(), model, MACHINE)
     assert plan.max_num_seqs == 32  # 5 records of 8 MiB for each, of 4096 - 1000 MiB
     assert "states of 64 sequences" in plan.reasons["max_num_seqs"]
@@ -122,7 +122,7 @@ def test_states_take_half_of_the_memory_at_most() -> None:
     ],
 )
 def test_dtype(model: dict[str, Any], machine: dict[str, Any], dtype: str) -> None:
-    plan = resolve(EngineConfig(), dataclasses.replace(MODEL, **model), dataclasses.replace(MACHINE, **machine))
+    plan = resolve(EngineConfig(), structs.replace(MODEL, **model), structs.replace(MACHINE, **machine))
     assert plan.dtype == dtype
 
 
@@ -142,13 +142,13 @@ def test_cores_and_waiting(
     ranks: int, threads: int | None, change: dict[str, Any], pinned: bool, spinning: bool
 ) -> None:
     config = EngineConfig(data_parallel_size=ranks, threads_per_rank=threads)
-    plan = resolve(config, MODEL, dataclasses.replace(MACHINE, **change))
+    plan = resolve(config, MODEL, structs.replace(MACHINE, **change))
     assert (plan.pin_ranks, plan.spin_threads) == (pinned, spinning)
     assert plan.reasons["pin_ranks"] and plan.reasons["spin_threads"]
 
 
 def test_ranks_of_a_small_model_are_not_pinned() -> None:
-    small = dataclasses.replace(MODEL, weight_bytes=10 * MEBI, expert_bytes=8 * MEBI)
+    small = structs.replace(MODEL, weight_bytes=10 * MEBI, expert_bytes=8 * MEBI)
     assert not resolve(EngineConfig(data_parallel_size=4), small, MACHINE).pin_ranks
 
 
@@ -179,16 +179,14 @@ def test_redundant_experts_round_up() -> None:
     ],
 )
 def test_slots_for_a_lost_rank(options: dict[str, Any], free: int, slots: int, reason: str) -> None:
-    machine = dataclasses.replace(MACHINE, free_memory=free * MEBI, shared_memory=False)
+    machine = structs.replace(MACHINE, free_memory=free * MEBI, shared_memory=False)
     plan = resolve(EngineConfig(**options), MODEL, machine)
     assert plan.slots_per_rank == slots and not plan.weight_store
     assert reason in plan.reasons["slots_per_rank"]
 
 
 def test_dense_models_exchange_nothing() -> None:
-    plan = resolve(
-        EngineConfig(data_parallel_size=2), dataclasses.replace(MODEL, num_experts=0, expert_bytes=0), MACHINE
-    )
+    plan = resolve(EngineConfig(data_parallel_size=2), structs.replace(MODEL, num_experts=0, expert_bytes=0), MACHINE)
     assert (plan.slots_per_rank, plan.all2all_backend) == (0, "local")
 
 
@@ -229,7 +227,7 @@ def test_refusals_name_the_field_and_the_limit(field: str, value: object, messag
 
 
 def test_a_context_other_than_the_usual_one() -> None:
-    stretched = dataclasses.replace(MODEL, context_limit=16384, context_reason="its yarn")
+    stretched = structs.replace(MODEL, context_limit=16384, context_reason="its yarn")
     assert resolve(EngineConfig(), stretched, MACHINE).max_model_len == 4096
     assert (
         "up to 16384 may be asked for (its yarn)"
@@ -238,7 +236,7 @@ def test_a_context_other_than_the_usual_one() -> None:
     assert resolve(EngineConfig(max_model_len=16384), stretched, MACHINE).max_model_len == 16384
     with pytest.raises(ValueError, match="max_model_len 16385 exceeds the model's limit of 16384 tokens: its yarn"):
         resolve(EngineConfig(max_model_len=16385), stretched, MACHINE)
-    windowed = dataclasses.replace(MODEL, context_limit=1024, context_reason="its window")
+    windowed = structs.replace(MODEL, context_limit=1024, context_reason="its window")
     plan = resolve(EngineConfig(), windowed, MACHINE)
     assert plan.max_model_len == 1024 and plan.reasons["max_model_len"] == "the model's its window"
 
@@ -253,7 +251,7 @@ def test_every_backend_exists() -> None:
 
 
 def test_gloo_where_shared_memory_is_not_sure() -> None:
-    machine = dataclasses.replace(MACHINE, shared_memory=False)
+    machine = structs.replace(MACHINE, shared_memory=False)
     assert resolve(EngineConfig(data_parallel_size=2), MODEL, machine).all2all_backend == "gloo"
 
 
@@ -276,7 +274,7 @@ def test_with_a_store_every_rank_has_every_expert(ranks: int) -> None:
 def test_when_there_is_no_store(options: dict[str, Any], machine: dict[str, Any], alone: bool, reason: str) -> None:
     config = EngineConfig(data_parallel_size=1 if alone else 2, **options)
     plan = resolve(
-        config, MODEL, dataclasses.replace(MACHINE, **machine), Frontend.IN_PROCESS if alone else Frontend.SERVER
+        config, MODEL, structs.replace(MACHINE, **machine), Frontend.IN_PROCESS if alone else Frontend.SERVER
     )
     assert not plan.weight_store and reason in plan.reasons["weight_store"]
 
@@ -297,13 +295,13 @@ def test_local_exchange_is_for_one_rank() -> None:
 
 
 def test_small_models_get_one_thread_and_plain_scheduling() -> None:
-    plan = resolve(EngineConfig(), dataclasses.replace(MODEL, weight_bytes=MEBI, expert_bytes=0), MACHINE)
+    plan = resolve(EngineConfig(), structs.replace(MODEL, weight_bytes=MEBI, expert_bytes=0), MACHINE)
     assert (plan.threads_per_rank, plan.async_scheduling) == (1, False)
 
 
 @pytest.mark.parametrize("frontend", [Frontend.CALLER, Frontend.IN_PROCESS])
 def test_a_small_model_without_a_server_shares_its_long_operations(frontend: Frontend) -> None:
-    small = dataclasses.replace(MODEL, weight_bytes=MEBI, expert_bytes=0)
+    small = structs.replace(MODEL, weight_bytes=MEBI, expert_bytes=0)
     plan = resolve(EngineConfig(dtype="bfloat16"), small, MACHINE, frontend)
     assert (plan.threads_per_rank, plan.async_scheduling) == (MACHINE.cores, False)
     assert resolve(EngineConfig(dtype="float32"), small, MACHINE, frontend).threads_per_rank == 1
@@ -317,12 +315,12 @@ def test_scheduling_runs_beside_the_step_where_a_core_is_left() -> None:
 
 def test_a_cache_in_fp8() -> None:
     """Latents of 512 numbers: 656 bytes a token and layer instead of 1,152; more blocks in the same memory."""
-    model = dataclasses.replace(MODEL, cache_spec=numbers_per_token(576, 656))
+    model = structs.replace(MODEL, cache_spec=numbers_per_token(576, 656))
     wish = EngineConfig(kv_cache_dtype="fp8", kv_cache_memory_bytes=656 * 16 * 1000)
     plan = resolve(wish, model, MACHINE)
     assert (plan.kv_cache_dtype, plan.num_kv_blocks) == ("fp8", 1000)
     assert "as asked" in plan.reasons["kv_cache_dtype"]
-    plain = resolve(dataclasses.replace(wish, kv_cache_dtype="auto"), model, MACHINE)
+    plain = resolve(structs.replace(wish, kv_cache_dtype="auto"), model, MACHINE)
     assert plain.num_kv_blocks == 656 * 1000 // 1152
     with pytest.raises(ValueError, match="kv_cache_dtype fp8: only latents"):
         resolve(wish, MODEL, MACHINE)

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from launch.doctor.checkpoint import complete
 from launch.doctor.devices import devices
@@ -57,7 +58,7 @@ def test_infiniband_ports_without_an_entry(tmp_path: Path, gid: str, state: str)
     port = "sys/class/infiniband/mlx5_0/ports/1"
     machine = written(tmp_path, {f"{port}/state": "4: ACTIVE", f"{port}/rate": "400 Gb/sec", f"{port}/gids/0": gid})
     assert machine.plan is not None
-    object.__setattr__(machine.plan, "device", "cuda")
+    structs.force_setattr(machine.plan, "device", "cuda")
     found = {one.check: one.state for one in devices(machine)}
     assert found["rdma"] == state and found["gdr"] == "slow" and found["ibgda"] == "slow"
 

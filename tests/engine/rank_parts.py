@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
+from msgspec import Struct, field
 
 from configs.engine import Plan
 from dbo.steps import drain, weave
@@ -71,8 +71,7 @@ def meet_in(worlds: dict[int, MailboxWorld]) -> Meet:
     return meet
 
 
-@dataclass
-class Job:
+class Job(Struct):
     """A request that comes before step `arrive`, and is perhaps aborted before step `abort`."""
 
     prompt: list[int]
@@ -93,8 +92,7 @@ class Job:
         )
 
 
-@dataclass
-class Got:
+class Got(Struct):
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     outputs: list[TokenOutput] = field(default_factory=list)

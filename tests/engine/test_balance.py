@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from amounts import examples
 from balanced import RESTLESS, answer, ask, balance_of, check_slots, placement_of, reports, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from overlapped import OFTEN, SPLIT
 from rank_parts import Got, Job, drive, mailbox_ranks, make_plan
 
@@ -62,7 +62,7 @@ def tokens(got: Sequence[Got]) -> list[list[int]]:
 )
 def test_tokens_are_those_of_one_rank(expected: list[list[int]], asynchronous: bool, budget: float) -> None:
     """budget: far above all experts together, or a tenth of one expert."""
-    config = dataclasses.replace(RESTLESS, move_budget_mib=budget)
+    config = structs.replace(RESTLESS, move_budget_mib=budget)
     ranks = mailbox_ranks(CHECKPOINT, 4, slots_per_rank=6, eplb=config, async_scheduling=asynchronous)
     assert tokens(drive(ranks, JOBS)) == expected
     first = status(ranks[0])
@@ -111,12 +111,12 @@ def test_whatever_happens_tokens_are_the_same(
     dbo: DboPlan | None,
 ) -> None:
     """Aborts, prompts in pieces, preemption; plans taken on top of plans."""
-    config = dataclasses.replace(
+    config = structs.replace(
         RESTLESS, move_budget_mib=budget, reweight_interval=intervals[0], move_interval=intervals[1]
     )
     common = {"max_model_len": MAX_LEN, "num_kv_blocks": blocks, "max_num_batched_tokens": batched, "dbo": dbo}
     single = drive(
-        [build_rank(make_plan(checkpoint, max_model_len=MAX_LEN))], [dataclasses.replace(j, abort=None) for j in jobs]
+        [build_rank(make_plan(checkpoint, max_model_len=MAX_LEN))], [structs.replace(j, abort=None) for j in jobs]
     )
     slots = -(-8 // size) + spare
     ranks = mailbox_ranks(checkpoint, size, slots_per_rank=slots, eplb=config, async_scheduling=asynchronous, **common)
@@ -179,7 +179,7 @@ def test_balance_gets_better() -> None:
 
 
 def test_ranks_without_requests_finish_their_moves_and_sleep() -> None:
-    ranks = mailbox_ranks(CHECKPOINT, 3, slots_per_rank=7, eplb=dataclasses.replace(RESTLESS, move_interval=0))
+    ranks = mailbox_ranks(CHECKPOINT, 3, slots_per_rank=7, eplb=structs.replace(RESTLESS, move_interval=0))
     drive(ranks, JOBS)
     assert ask(ranks[0], "rebalance")["moves"] > 0
     steps = ranks[0].stats.steps
@@ -192,7 +192,7 @@ def test_ranks_without_requests_finish_their_moves_and_sleep() -> None:
 
 
 def test_shares_change_without_moves(expected: list[list[int]]) -> None:
-    ranks = mailbox_ranks(CHECKPOINT, 4, slots_per_rank=6, eplb=dataclasses.replace(RESTLESS, move_interval=0))
+    ranks = mailbox_ranks(CHECKPOINT, 4, slots_per_rank=6, eplb=structs.replace(RESTLESS, move_interval=0))
     linear = linear_placement(LAYERS, EXPERTS, 4, 6)
     assert tokens(drive(ranks, JOBS)) == expected
     now = status(ranks[0])

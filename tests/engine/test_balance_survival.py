@@ -4,7 +4,6 @@ That this holds at any moment is in test_survival.py."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import hf_tiny
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from balanced import RESTLESS, answer, balance_of, check_slots, placement_of, status
+from msgspec import structs
 from rank_parts import Job
 from survivors import Survivors, undisturbed
 
@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 NUM_EXPERTS = 8
 JOBS = [Job([5 + 3 * i, 7, 11 * i % 90 + 2, *range(2, 2 + i)], 16 + i % 4) for i in range(7)]
-SLOW = dataclasses.replace(RESTLESS, move_budget_mib=0.002)  # many chunks for each expert: moves take many steps
+SLOW = structs.replace(RESTLESS, move_budget_mib=0.002)  # many chunks for each expert: moves take many steps
 
 
 @pytest.fixture(scope="session")
@@ -98,7 +98,7 @@ def test_the_last_rank_balances_nothing_and_goes_on(checkpoint: Path, expected: 
 
 def test_ranks_that_differ_by_one_change_come_together(checkpoint: Path, expected: dict[int, list[int]]) -> None:
     """Rank 2 is lost when rank 0 has gone over to new shares and experts, and rank 1 has not."""
-    cluster = start(checkpoint, eplb=dataclasses.replace(RESTLESS, move_interval=0))
+    cluster = start(checkpoint, eplb=structs.replace(RESTLESS, move_interval=0))
     for index in range(7):
         cluster.add(index, JOBS[index])
     for _ in range(8):

@@ -5,7 +5,6 @@ device, a step waits for nothing that it need not wait for, and the tokens are t
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -195,7 +194,7 @@ def test_an_llm_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     tool.write_text("#!/bin/sh\necho '0, GPU-1, a claimed GPU, 9.0, 16384'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0")
+    monkeypatch.setattr("configs.gpu.torch_version", lambda: "2.13.0")
     found = []
     params = SamplingParams(max_tokens=2, temperature=0.0)
     for device in ("cpu", "cuda"):

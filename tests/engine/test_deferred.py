@@ -12,12 +12,9 @@ import pytest
 TORCH = """
 import sys
 from engine.process.deferred import load_deferred
-from engine.process.torch_ahead import defer_modules, deferred_modules, load_libraries
+from engine.process.torch_ahead import OF_OTHERS, defer_modules, deferred_modules, load_libraries
 defer_modules()
-loading = load_libraries()
-import json
-if loading is not None:
-    loading.join()
+load_libraries()
 import torch
 from engine.process.rank_process import import_loop
 import_loop("Qwen3MoeForCausalLM")
@@ -25,6 +22,7 @@ import inspect
 inspect.getmodule(torch.Tensor.add, "?")  # looks through all modules
 still = [name for name in deferred_modules() if type(sys.modules[name]).__name__ == "_Deferred"]
 assert still == [*deferred_modules()], {*deferred_modules()} - {*still}
+assert not [name for name in OF_OTHERS if type(sys.modules[name]).__name__ != "_Deferred"]
 assert torch.empty(2, 3, device="meta").view(3, 2).shape == (3, 2)
 module = torch.nn.Linear(3, 2)
 assert module(torch.ones(1, 3)).shape == (1, 2)
@@ -164,6 +162,26 @@ from engine.process.deferred import defer
 defer(["thing"])
 from thing import *
 assert number == 7
+print("good")
+""",
+        package,
+    )
+
+
+def test_without_an_order_one_is_imported_alone(package: Path) -> None:
+    (package / "other.py").write_text("import thing\nvalue = 1\ndef half(x): return x // 2\n")
+    run(
+        """
+from engine.process.deferred import defer
+defer(["thing"])
+defer(["other", "thing.part"], {"other": ["half"]}, in_order=False)
+import thing
+import thing.part
+from other import half
+import other
+assert half(4) == 2 and half(6) == 3 and other.value == 1
+assert "number" not in vars(thing) and "value" not in vars(thing.part)
+assert thing.part.value == 8 and thing.said == ["thing", "own", "part"]
 print("good")
 """,
         package,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from fake_cuda_graph import FakeCaptureError, FakeGraphLibrary
 from fake_padded_lane import FakePaddedLane
 from laid_out import LaidOut, Work
+from msgspec.structs import replace
 from torch import Tensor
 
 from dbo.steps import Steps, drain

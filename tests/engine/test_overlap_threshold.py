@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from rank_parts import Job, drive, mailbox_ranks, make_plan
 from survivors import Survivors
 
@@ -245,7 +245,7 @@ def test_the_plan_explains_what_is_remembered(tmp_path: Path, expected: list[lis
     plan = resolved(tmp_path)
     assert plan.dbo is not None and Path(plan.dbo.memory).parent == tmp_path
     assert plan.reasons["dbo"] == "where it pays; measured when no rank has work, and then remembered"
-    run(dataclasses.replace(plan.dbo), expected)
+    run(structs.replace(plan.dbo), expected)
     assert "remembered: decodes never (at " in resolved(tmp_path).reasons["dbo"]
     others = [resolved(tmp_path, **{name: value}) for name, value in (
         ("all2all_backend", "gloo"), ("threads_per_rank", 2), ("dtype", "bfloat16"), ("ubatch_size", 3),

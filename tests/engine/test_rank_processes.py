@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import shutil
 import signal
@@ -14,6 +13,7 @@ from typing import Literal
 
 import hf_tiny
 import pytest
+from msgspec import structs
 from rank_cluster import START_SECONDS, Cluster
 from rank_parts import Job, drive, make_plan
 
@@ -59,7 +59,7 @@ def test_two_processes_equal_one_rank(checkpoint: Path, start: Callable[[Plan], 
     measure when a split pays, and remember it."""
     memory = tmp_path / "dbo.json"
     plan = gloo_plan(checkpoint, asynchronous=True)
-    cluster = start(dataclasses.replace(plan, dbo=DboPlan(memory=str(memory))))
+    cluster = start(structs.replace(plan, dbo=DboPlan(memory=str(memory))))
     ready = cluster.wait_ready()
     assert {message.rank for message in ready} == {0, 1}
     total = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
@@ -96,7 +96,7 @@ def test_ranks_that_share_their_head(checkpoint: Path, start: Callable[[Plan], C
     jobs = [Job([5 + i, 6, 7 * i + 2], 8 + i, params={"temperature": float(i % 2)}) for i in range(5)]
     jobs.append(Job([3 + i % 90 for i in range(MAX_ROWS + 40)], 6))
     plan = make_plan(checkpoint, data_parallel_size=2, all2all_backend="shm", async_scheduling=asynchronous, **options)
-    cluster = start(dataclasses.replace(plan, vocab_parallel=True))
+    cluster = start(structs.replace(plan, vocab_parallel=True))
     cluster.wait_ready()
     for index, job in enumerate(jobs):
         cluster.send(0 if index < 3 else index % 2, job.message(index))
@@ -114,7 +114,7 @@ def test_without_word_of_who_is_left_a_rank_gives_up(
 ) -> None:
     """After the exchange timeout; tests/engine/test_survival_processes.py has what happens with a front that says it."""
     plan = gloo_plan(checkpoint, asynchronous)
-    cluster = start(dataclasses.replace(plan, max_model_len=4096, num_kv_blocks=2048, exchange_timeout=2.0))
+    cluster = start(structs.replace(plan, max_model_len=4096, num_kv_blocks=2048, exchange_timeout=2.0))
     cluster.wait_ready()
     cluster.send(0, Job([5, 6, 7], 4000).message(0))
     cluster.wait_for(lambda _: len(cluster.outputs.get(0, [])) > 3)
@@ -154,7 +154,7 @@ def test_a_rank_that_cannot_start_says_why(checkpoint: Path, start: Callable[[Pl
     shutil.copytree(checkpoint, tmp_path / "broken")
     weights = tmp_path / "broken" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    cluster = start(dataclasses.replace(make_plan(checkpoint), model_path=str(tmp_path / "broken")))
+    cluster = start(structs.replace(make_plan(checkpoint), model_path=str(tmp_path / "broken")))
     seen = cluster.wait_for(lambda seen: len(seen) > 0, START_SECONDS)
     (failed,) = seen
     assert isinstance(failed, RankFailed)
@@ -165,6 +165,6 @@ def test_a_rank_that_cannot_start_says_why(checkpoint: Path, start: Callable[[Pl
 @pytest.mark.parametrize(("device", "size", "expected"), [("cuda", 2, "nccl"), ("cuda", 1, "local"), ("cpu", 2, "shm")])
 def test_what_joins_a_server_that_has_grown(device: Literal["cpu", "cuda"], size: int, expected: str) -> None:
     """It began with one rank, so no exchange was planned; ranks with GPUs have no memory of the host's in common."""
-    plan = dataclasses.replace(make_plan(CHECKPOINT), device=device)
+    plan = structs.replace(make_plan(CHECKPOINT), device=device)
     assert plan.all2all_backend == "local" and backend_of(plan, size) == expected
-    assert backend_of(dataclasses.replace(plan, all2all_backend="pplx"), size) == "pplx"
+    assert backend_of(structs.replace(plan, all2all_backend="pplx"), size) == "pplx"

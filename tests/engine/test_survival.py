@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import hf_tiny
@@ -14,6 +13,7 @@ from balanced import RESTLESS, answer, balance_of, check_slots, status
 from cache_files import CacheFiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from overlapped import OFTEN, SPLIT
 from rank_parts import Job, drive, make_plan
 from survivors import Survivors, undisturbed
@@ -119,7 +119,7 @@ def lost_by(rank: int) -> int:
 
 
 LONG = [Job([5 + 3 * i, 7, 11 * i % 90 + 2, *range(2, 2 + i)], 16 + i % 4) for i in range(7)]  # experts move meanwhile
-MOVING = [dataclasses.replace(RESTLESS, move_budget_mib=budget) for budget in (0.002, 0.01, 64.0)]
+MOVING = [structs.replace(RESTLESS, move_budget_mib=budget) for budget in (0.002, 0.01, 64.0)]
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,8 @@ Legend: T tokens of a rank, D hidden size, K experts per token, S slots of a ran
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from dbo.steps import Steps, drain, weave
@@ -24,8 +23,7 @@ from moe_kernels import ExpertBatch, Layout, TokenBatch, dequantize_rows, quanti
 HIDDEN = 12
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(Struct, frozen=True):
     """tokens: of each rank (used cyclically); target: all choices fall on this rank, -1 for anywhere."""
 
     name: str

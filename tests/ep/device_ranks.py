@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from a2a_cases import Case, exchange
+from msgspec.structs import replace
 
 from dbo.steps import drain, weave
 from ep.table import make_lanes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from a2a_cases import CASES, HIDDEN, Case, anything, check_moe, exchange
+from msgspec.structs import replace
 from rank_threads import on_ranks
 from shm_threads import team, together
 from use_fakes import use_fakes

@@ -6,7 +6,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from claimed_gpu import claimed_gpu, host
 from fake_cuda_graph import FakeGraphLibrary
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from puts_in_threads import putting
 from rank_threads import on_ranks
 from triton_support import _Recorder, compiling, report

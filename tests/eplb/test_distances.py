@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ep.migrate import plan_moves
 from eplb.placement import Distance, Placement, at_hand_everywhere, linear_placement

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from eplb.placement import Placement, at_hand_everywhere, linear_placement, slots_needed
 from eplb.repair import diff, repair
@@ -77,7 +77,7 @@ def test_a_dead_rank_may_keep_its_ids() -> None:
 
 @given(st.integers(0, 3), st.integers(1, 9), st.integers(1, 4), st.booleans(), st.integers(0, 1 << 30))
 def test_bytes_and_back(num_layers: int, num_experts: int, num_ranks: int, domains: bool, epoch: int) -> None:
-    placement = dataclasses.replace(
+    placement = structs.replace(
         linear_placement(num_layers, num_experts, num_ranks, failure_domains=range(num_ranks) if domains else ()),
         epoch=epoch,
     )
@@ -99,13 +99,13 @@ def test_bytes_of_no_placement_are_refused() -> None:
 def test_checksum_tells_placements_apart() -> None:
     placement = linear_placement(2, 8, 2, slots_per_rank=6)
     assert placement.checksum() == linear_placement(2, 8, 2, slots_per_rank=6).checksum()
-    assert placement.checksum() == dataclasses.replace(placement, epoch=5).checksum()
+    assert placement.checksum() == structs.replace(placement, epoch=5).checksum()
     # Fixed: it is compared between processes, machines and versions.
     assert linear_placement(1, 2, 2).checksum() == 5107240632597005836
     others = {
         linear_placement(2, 8, 4, slots_per_rank=3).checksum(),
         linear_placement(1, 8, 2, slots_per_rank=6).checksum(),
-        dataclasses.replace(placement, failure_domains=(0, 0)).checksum(),
+        structs.replace(placement, failure_domains=(0, 0)).checksum(),
     }
     assert placement.checksum() not in others and len(others) == 3
     assert 0 <= placement.checksum() < 2**63

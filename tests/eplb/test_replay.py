@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from eplb.offline.cluster import make_cluster
 from eplb.offline.cost import Workload
@@ -161,4 +161,4 @@ def test_slot_parts_sum_to_one_and_follow_the_shares() -> None:
 
 def test_settings_are_values() -> None:
     one = Settings("ours", 5, 20)
-    assert dataclasses.replace(one) == one and hash(one) == hash(dataclasses.replace(one))
+    assert structs.replace(one) == one and hash(one) == hash(structs.replace(one))

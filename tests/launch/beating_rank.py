@@ -23,7 +23,11 @@ def get_ready(architecture: str, words: Sequence[str]) -> None:
     """There is nothing to be got ready."""
 
 
-def main(rehearsed: None = None) -> None:
+def begin(words: Sequence[str]) -> None:
+    """There is nothing to be begun."""
+
+
+def main(begun: None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", required=True)
     parser.add_argument("--runtime-dir", type=Path, required=True)

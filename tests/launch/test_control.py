@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import struct
 import tempfile
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from ports import free_ports
 from served import until
 
@@ -139,7 +139,7 @@ def head() -> Iterator[Head]:
 
 
 def other_plan(**fields: Any) -> Callable[[Hello], dict[str, Any]]:
-    return lambda hello: {"plan": dataclasses.replace(hello.plan, **fields)}
+    return lambda hello: {"plan": structs.replace(hello.plan, **fields)}
 
 
 @pytest.mark.parametrize(
@@ -200,9 +200,9 @@ def test_a_taken_port_is_refused(head: Head) -> None:
 
 def test_plans_may_differ_in_what_a_machine_decides_for_itself() -> None:
     plan: Plan = make_plan(EngineConfig(data_parallel_size=2))
-    own = dataclasses.replace(plan, model_path="/elsewhere", num_kv_blocks=7, threads_per_rank=9, native_kernels="avx2")
+    own = structs.replace(plan, model_path="/elsewhere", num_kv_blocks=7, threads_per_rank=9, native_kernels="avx2")
     assert differences(own, plan) == []
-    assert differences(dataclasses.replace(plan, block_size=8), plan) == ["block_size is 8 there and 16 on the head"]
+    assert differences(structs.replace(plan, block_size=8), plan) == ["block_size is 8 there and 16 on the head"]
 
 
 def test_weights_are_compared_wherever_they_lie(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from served import command_line, descendants, served, until
 
+from configs.env import child_environment
 from engine.process.heartbeat import last_beat
 from engine.process.torch_ahead import LIBRARIES, MODULES
 from launch.forks import NAME
@@ -25,12 +26,12 @@ SECONDS = 30.0  # for imports
 class Forking:
     """Processes that run beating_rank.py, or another module."""
 
-    def __init__(self, runtime: RuntimeDir, module: str = "beating_rank") -> None:
+    def __init__(self, runtime: RuntimeDir, module: str = "beating_rank", threads: int = 1, spin: bool = False) -> None:
         self.runtime = runtime
         self.children = Children()
         self.plan = runtime.write("plan.json", {"data_parallel_size": 1})
         self.module = module
-        self.children.fork_from(module, [], "", {**os.environ, "OPENBLAS_NUM_THREADS": "1"}, SECONDS)
+        self.children.fork_from(module, [], "", child_environment(threads, spin), SECONDS)
 
     def start(self, rank: int) -> Child:
         self.runtime.clear(f"beat-{rank}")
@@ -113,6 +114,24 @@ def test_one_that_stands_still_costs_seconds(forking: Forking, monkeypatch: pyte
     until(lambda: not any(command_line(pid) for pid in forked), 10.0, "it has ended")
 
 
+@pytest.mark.parametrize(("threads", "spin"), [(1, False), (2, True), (2, False)])
+def test_what_libraries_read_when_they_are_loaded(threads: int, spin: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are loaded before the plan is known, for ranks whose threads spin: where they are not to, the process begins
+    anew. With one thread nothing spins."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    runtime = RuntimeDir(Path(tempfile.gettempdir()))
+    forking = Forking(runtime, threads=threads, spin=spin)
+    child = forking.start(0)
+    forking.wait_beat(0)
+    began = Path(f"/proc/{forking.source.process.pid}/environ").read_text().split("\0")  # of its last program
+    anew = "--told" in command_line(forking.source.process.pid)
+    assert was_forked(child) and anew == (threads > 1 and not spin)
+    assert not any(word.startswith("GOMP_SPINCOUNT=") for word in began)
+    assert not anew or "OMP_NUM_THREADS=2" in began
+    forking.children.end(grace=0.0)
+    runtime.close()
+
+
 def test_what_cannot_be_imported_in_less_time_is_imported_as_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,10 +184,14 @@ def test_what_is_imported_before_torch_needs_none() -> None:
     """Else torch would be imported whole, and on one core. Nor does any of it wait for torch's libraries, as one that loads
     a library itself would."""
     program = f"""
-import importlib, sys
+import contextlib, importlib, sys
 from importlib.machinery import ExtensionFileLoader
+import engine.process.fork_process
+from engine.process.torch_ahead import defer_modules
+defer_modules()
 for name in {LIBRARIES!r}:
-    importlib.import_module(name)
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 there = set(sys.modules)
 for name in {MODULES!r}:
     importlib.import_module(name)

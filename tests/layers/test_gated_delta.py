@@ -3,7 +3,6 @@ writes."""
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Iterator
 
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from isas import EVERY_ISA, ISAS, TORCH_AND_ISAS
+from msgspec import structs
 from torch import Tensor
 
 from layers import reference
@@ -229,7 +229,7 @@ def check_drafts(shape: DeltaShape, dtype: torch.dtype, seed: int, most: int = 3
         runs = StateRuns(torch.tensor(starts), *torch.tensor(members).T.contiguous().unbind())
         step = step_of([1] * total, [0] * total, [0] * total)
         assert step.state is not None
-        step = dataclasses.replace(step, state=step.state._replace(runs=runs))
+        step = structs.replace(step, state=step.state._replace(runs=runs))
         out = GatedDeltaStep(step)(*pieces, delta, cache)
         for index, (sequence, right) in enumerate(accepted):
             outs[sequence].append(out[starts[index] : starts[index] + 1 + right])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
-
 import pytest
 import torch
+from msgspec.structs import astuple
 from test_gated_delta import SHAPES, make_delta, make_inputs, step_of
 from triton_support import compiling, report, running
 

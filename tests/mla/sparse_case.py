@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 from mla_case import SCALE, SHAPE, MlaCase, make_case
+from msgspec import Struct
+from msgspec.structs import replace
 from rounding import mla_bound
 from torch import Tensor
 
@@ -18,8 +18,7 @@ from mla.protocol import MlaShape
 INDEX = IndexShape(num_heads=16, head_dim=12, topk=8)
 
 
-@dataclass
-class SparseCase:
+class SparseCase(Struct):
     """fp8: the caches are bytes; then latent and keys are what they say."""
 
     mla: MlaCase

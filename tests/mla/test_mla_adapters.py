@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
 from mla_case import make_case
+from msgspec.structs import replace
 from use_fakes import use_fakes
 
 from mla import reference

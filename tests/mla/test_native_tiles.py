@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mla_case import SCALE, MlaCase, make_case
+from msgspec.structs import replace
 from rounding import assert_within, mla_bound
 
 from mla import native_tiles, reference

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from isas import TORCH_AND_ISAS
 from mla_case import SCALE, SHAPE
+from msgspec.structs import replace
 from rounding import assert_within
 from sparse_case import INDEX, SparseCase, make_sparse_case
 

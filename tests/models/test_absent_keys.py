@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
 import pytest
 import transformers
+from msgspec import structs
 
 from models.fields import ConfigError
 from models.registry import parse_config
@@ -54,7 +54,7 @@ def read(raw: dict[str, Any]) -> dict[str, Any] | str:
         config: Any = parse_config(raw, "c")
     except ConfigError as error:
         return str(error)
-    names = {field.name for field in dataclasses.fields(config)} - UNREAD
+    names = {field.name for field in structs.fields(config)} - UNREAD
     if raw["architectures"] == ["KimiLinearForCausalLM"]:
         names.remove("rope")  # nothing is rotated
     return {name: getattr(config, name) for name in names}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from drive import Cache, load_ours, make_step
+from msgspec.structs import replace
 
 from cache.residuals import NUM_PLACES, KeptTokens, Residuals
 from dbo.steps import drain

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
 from moe_inputs import routing
+from msgspec.structs import replace
 from torch import Tensor
 from use_fakes import use_fakes
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from amounts import combined
+from msgspec.structs import replace
 from rounding import assert_within, bound, expert_bound
 from torch import Tensor
 from triton_support import compiling, report, running

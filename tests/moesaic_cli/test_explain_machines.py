@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 
 from configs.replicas import Sharing
 from moesaic.explain import command
@@ -21,10 +21,10 @@ SMALL = Sharing(
 def test_bytes_and_round_trips_by_the_formula() -> None:
     assert SMALL.bytes_per_token == pytest.approx(16 * (1 - 0.5**8) * (2 * 2048 + 64))
     assert SMALL.round_trips == pytest.approx(2 * 16 * 2e-4)
-    halved = dataclasses.replace(SMALL, sent_item=1)
+    halved = structs.replace(SMALL, sent_item=1)
     assert SMALL.bytes_per_token - halved.bytes_per_token == pytest.approx(16 * (1 - 0.5**8) * 1024)
     # Two ranks of each machine: a token goes to each far one that has some of its experts.
-    four = dataclasses.replace(SMALL, ranks=2)
+    four = structs.replace(SMALL, ranks=2)
     assert four.bytes_per_token == pytest.approx(16 * 2 * (1 - 0.75**8) * (2 * 2048 + 64))
 
 
@@ -36,9 +36,9 @@ def test_what_is_read_of_the_experts() -> None:
 
 def test_advice() -> None:
     assert "with fewer run a replica on each" in SMALL.advice
-    assert dataclasses.replace(SMALL, round_trip=0.05).advice.startswith("Run a replica on each machine: at no number")
-    assert dataclasses.replace(SMALL, link=1e6).advice.startswith("Run a replica on each machine")
-    assert "a replica does not fit" in dataclasses.replace(SMALL, memory=1 << 30).advice
+    assert structs.replace(SMALL, round_trip=0.05).advice.startswith("Run a replica on each machine: at no number")
+    assert structs.replace(SMALL, link=1e6).advice.startswith("Run a replica on each machine")
+    assert "a replica does not fit" in structs.replace(SMALL, memory=1 << 30).advice
 
 
 def explain(*words: str) -> str:

@@ -6,7 +6,6 @@ Legend: B sequences, H query heads, Hkv key/value heads, D head size, R rows of 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from isas import EVERY_ISA, ISAS
+from msgspec.structs import replace
 from rounding import assert_within, paged_attention_bound
 from torch import Tensor
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from msgspec import structs
 from openai import OpenAI
 from ports import free_port
 
@@ -33,7 +33,7 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[subp
     """The front, the ranks and the address. Processes are started by hand: no supervisor here."""
     port = free_port()
     plan = make_plan(EngineConfig(data_parallel_size=2, served_model_name=("tiny",)))
-    plan = dataclasses.replace(plan, weight_store=False)  # the supervisor would hold it
+    plan = structs.replace(plan, weight_store=False)  # the supervisor would hold it
     (tmp_path / "plan.json").write_bytes(msgspec.json.encode(plan))
     (tmp_path / "server.json").write_bytes(msgspec.json.encode(ServerConfig(port=port)))
     common = ["--plan", str(tmp_path / "plan.json"), "--runtime-dir", str(tmp_path), "--parent", str(os.getpid())]

@@ -12,13 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
+from msgspec.structs import replace
 from openai import NotFoundError, OpenAI
 from ports import free_port
 from server_parts import (

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 import tempfile
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import Struct, field
 
 from configs.engine import Plan
 from front.messages import SamplingParams
@@ -23,8 +23,7 @@ PHASES = ("starts", "loaded", "meets", "opened", "reads", "joined")
 DISK = ("away", "changed", "stall")  # faults of the disk; a rank is lost soon after each
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(Struct, frozen=True):
     """kind: kill, stop (until it is killed), hang (its loop, until it is killed), aloof (likewise, while its heartbeat goes on), busy
     (its loop makes no mark for so long, and it is well), cut (what it sends in exchanges of the epoch is lost), pause (stopped,
     and goes on), slow, crash (it dies several times while it loads
@@ -60,15 +59,13 @@ class Fault:
         return f"{self.kind} {who}{long}{again}, {when}"
 
 
-@dataclass
-class Request:
+class Request(Struct):
     prompt: Prompt
     arrival: float  # after the server was ready
     abort: float | None = None  # after its arrival
 
 
-@dataclass
-class Schedule:
+class Schedule(Struct):
     seed: int
     plan: Plan
     facts: Facts

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
+from msgspec import structs
 
 from front.messages import SamplingParams
 from tests.simulation.__main__ import run_one
@@ -98,7 +97,7 @@ def test_faults_do_happen() -> None:
 
 
 def test_without_faults_tokens_are_those_of_the_plain_continuation() -> None:
-    schedule = dataclasses.replace(draw(3), faults=[])
+    schedule = structs.replace(draw(3), faults=[])
     simulation = Simulation(schedule)
     simulation.run()
     assert simulation.counts["losses"] == 0

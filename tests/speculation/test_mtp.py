@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from amounts import examples
 from hf_tiny import HfModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from rank_parts import Job, drive, mailbox_ranks, make_plan
 from survivors import Survivors, tight
 from torch import Tensor
@@ -239,7 +239,7 @@ def test_the_whole_layer_on_every_rank(size: int) -> None:
     jobs = [Job([1, 300, 412, 250], 60, params={"ignore_eos": True}), Job([1, 9, 700], 40, params={"ignore_eos": True})]
     found = []
     for whole in (False, True):
-        config = dataclasses.replace(MTP, whole=whole)
+        config = structs.replace(MTP, whole=whole)
         ranks = mailbox_ranks(CHECKPOINT, size, max_model_len=256, block_size=16, speculation=config)
         streams = [got.tokens for got in drive(ranks, jobs)]
         found.append((streams, sum(rank.stats.spec_accepted_tokens for rank in ranks)))

@@ -6,7 +6,6 @@ Legend: T tokens, D hidden size, H query heads, Hkv key heads, Dh head size.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from cache.memory import CacheMemory
@@ -38,8 +38,7 @@ TAIL = 2  # earlier inputs that the recurrent layer sees, as a convolution does
 DECAY = 0.9
 
 
-@dataclasses.dataclass(frozen=True)
-class ToyConfig(GqaConfig):
+class ToyConfig(GqaConfig, frozen=True):
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
         shape = (self.num_kv_heads, self.head_dim)
         kv = (Field("key", shape, dtype), Field("value", shape, dtype))
@@ -51,8 +50,7 @@ class ToyConfig(GqaConfig):
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class UnwindowedConfig(ToyConfig):
+class UnwindowedConfig(ToyConfig, frozen=True):
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
         state, paged, window = super().cache_spec(dtype, fp8)
         return state, CacheGroup("paged", (*window.layers, *paged.layers), paged.fields)
@@ -64,7 +62,7 @@ def parse_toy(raw: dict[str, Any], source: str) -> ToyConfig:
         {**raw, "architectures": ["Qwen3MoeForCausalLM" if "num_experts_per_tok" in raw else "Qwen3ForCausalLM"]},
         source,
     )
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    fields = {field.name: getattr(config, field.name) for field in structs.fields(config)}
     return (ToyConfig if name == NAME else UnwindowedConfig)(**{**fields, "architecture": name})
 
 

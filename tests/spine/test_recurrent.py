@@ -6,7 +6,6 @@ requests that were never moved go wrong. Versions of the state are what prevents
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from amounts import examples
 from fake_cuda_graph import FakeGraphLibrary
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from overlapped import SPLIT
 from rank_parts import Job, check_any, drive, engine_choices, make_plan
 from recurrent_toy import RECURRENT, UNWINDOWED, Recurrence, greedy, in_place, make_toy
@@ -154,12 +154,12 @@ def test_padded_graphs_leave_every_state_alone(mode: str, tmp_path: Path, monkey
     path = make_toy(hf_tiny.make_qwen3(tmp_path / "dense", num_hidden_layers=3).path, tmp_path / "toy", UNWINDOWED)
     plan = make_plan(path, max_model_len=36, max_num_seqs=4, num_kv_blocks=20)
     graphs = {"cudagraph_mode": mode, "cudagraph_capture_sizes": (4, 32)}
-    jobs = [dataclasses.replace(job, arrive=2 * index) for index, job in enumerate(JOBS)]
+    jobs = [structs.replace(job, arrive=2 * index) for index, job in enumerate(JOBS)]
     before = isa()
     limit_isa(Isa.NONE)  # native kernels are no operations of torch: the fake does not see them
     try:
         expected = [got.tokens for got in drive([build_rank(plan)], jobs)]
-        rank = build_rank(dataclasses.replace(plan, **graphs))
+        rank = build_rank(structs.replace(plan, **graphs))
         states = rank._runner._kv.layers[RECURRENT]
         assert [got.tokens for got in drive([rank], jobs)] == expected
         assert library.num_replays > 10

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import llguidance
 import numpy as np
 
-from front.structured.grammar import LIMITS
+from front.structured.vocabulary import grammar_limits
 
 
 def allowed(matcher: llguidance.LLMatcher) -> frozenset[int]:
@@ -18,7 +18,7 @@ def allowed(matcher: llguidance.LLMatcher) -> frozenset[int]:
 
 def accepts(tokenizer: llguidance.LLTokenizer, text: str, tokens: Sequence[int]) -> bool:
     """Whether every mask has the next token; behind the end only tokens that end the text may come."""
-    matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
+    matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=grammar_limits())
     for token in tokens:
         if token not in allowed(matcher):
             return False
@@ -31,7 +31,7 @@ def accepts(tokenizer: llguidance.LLTokenizer, text: str, tokens: Sequence[int])
 
 def whole(tokenizer: llguidance.LLTokenizer, text: str, tokens: Sequence[int]) -> bool:
     """Whether these tokens, and then the end, may come."""
-    matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
+    matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=grammar_limits())
     for token in tokens:
         if token not in allowed(matcher) or not matcher.consume_token(token):
             return False

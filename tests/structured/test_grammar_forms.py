@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from schema_cases import CASES
 
-from front.structured.grammar import LIMITS
 from front.structured.lark import JsonStyle, json_grammar, json_rule
-from front.structured.vocabulary import grammar_tokenizer
+from front.structured.vocabulary import grammar_limits, grammar_tokenizer
 from front.text import Tokenizer
 from models.tiny import CHECKPOINT
 
@@ -23,7 +22,7 @@ LONGEST = 16  # tokens of a walk
 
 
 def matcher_of(text: str) -> llguidance.LLMatcher:
-    return llguidance.LLMatcher(VOCABULARY, text, log_level=0, limits=LIMITS)
+    return llguidance.LLMatcher(VOCABULARY, text, log_level=0, limits=grammar_limits())
 
 
 def test_the_masks_are_the_same() -> None:

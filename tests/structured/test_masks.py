@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from engine.structured.guide import Guide, Masks, Words
 from front.messages import StructuredOutputsParams
-from front.structured.grammar import LIMITS, checked_grammar
-from front.structured.vocabulary import grammar_tokenizer
+from front.structured.grammar import checked_grammar
+from front.structured.vocabulary import grammar_limits, grammar_tokenizer
 from front.text import Tokenizer
 from models.tiny import CHECKPOINT
 
@@ -31,7 +31,7 @@ ASKED = [
     StructuredOutputsParams(json_object=True),
 ]
 GRAMMARS = [checked_grammar(asked, TOKENIZER) for asked in ASKED]
-ROOTS = [llguidance.LLMatcher(VOCABULARY, grammar.text, log_level=0, limits=LIMITS) for grammar in GRAMMARS]
+ROOTS = [llguidance.LLMatcher(VOCABULARY, grammar.text, log_level=0, limits=grammar_limits()) for grammar in GRAMMARS]
 
 
 def guide_of(number: int) -> Guide:

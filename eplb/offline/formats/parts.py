@@ -5,13 +5,13 @@ Legend: T records, L layers, G ranks, S slots of a rank, P slots of a layer on a
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from eplb.offline.formats.source import Hints
 from eplb.offline.placement_file import PlacementFile, describe
@@ -73,7 +73,7 @@ def trace_from(
 def select_layers(trace: Trace, hints: Hints, where: Path) -> Trace:
     """The trace with what the hints say in place of what it says itself."""
     keep = _kept(np.array(trace.layer_ids), hints, where)
-    meta = dataclasses.replace(
+    meta = structs.replace(
         trace.meta,
         model=hints.model or trace.meta.model,
         ranks=hints.ranks or trace.meta.ranks,

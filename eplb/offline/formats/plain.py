@@ -10,13 +10,13 @@ layer on all ranks together.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from eplb.offline.files import read_bytes, replacing
 from eplb.offline.formats.parts import flat_map, numbers, placement_from, trace_from
@@ -95,7 +95,7 @@ def read_ids(source: Source, hints: Hints) -> Trace:
         flat = (some_NLK + np.arange(num_layers)[:, None] * num_experts)[some_NLK >= 0]
         loads.append(np.bincount(flat, minlength=num_layers * num_experts).reshape(num_layers, num_experts))
         tokens.append(len(some_NLK))
-    hints = dataclasses.replace(hints, top_k=hints.top_k or ids_NLK.shape[2])
+    hints = structs.replace(hints, top_k=hints.top_k or ids_NLK.shape[2])
     trace = trace_from(np.stack(loads), where, hints, NAME)
     return Trace(trace.load, trace.step, trace.steps, np.array(tokens, dtype=np.int64), trace.meta)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from eplb.offline.files import decode_json, open_file, read_arrays, read_bytes
 from eplb.offline.formats import torch_link
@@ -34,8 +34,7 @@ class MissingHint(ValueError):
     """The file leaves something open that the caller has to say."""
 
 
-@dataclass(frozen=True)
-class Hints:
+class Hints(Struct, frozen=True):
     """What the caller knows and a file may not say. 0, "" and () mean: not given. layers: the model's layers to keep.
     skip_cut_line: of JSON lines, leave out a last line that was cut off. experts, record_tokens: of ids per token, how
     many experts there are (0: the highest id says it) and how many tokens make a record."""
@@ -59,8 +58,7 @@ class Hints:
         return self.ranks
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(Struct, frozen=True):
     """path, what it contains, and `value`: of JSON objects and YAML a dict (JSON values not yet decoded: msgspec.Raw),
     of .npy an array, of .npz a dict of arrays, of torch files what was saved with tensors as arrays, else None."""
 

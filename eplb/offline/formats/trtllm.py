@@ -9,13 +9,13 @@ Legend: L layers, G ranks, P slots of a layer on all ranks together, E logical e
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 from safetensors import SafetensorError, safe_open
 
 from eplb.offline.files import decode_json, read_bytes, write_bytes
@@ -86,7 +86,7 @@ def read_load(source: Source, hints: Hints) -> Trace:
     if len(counts) != len(iterations) * len(layers):
         raise ValueError(f"{where}: {len(iterations)} iterations of {len(layers)} layers are not all there")
     load = np.stack([np.stack([counts[i, layer] for layer in layers]) for i in iterations])
-    hints = dataclasses.replace(hints, top_k=hints.top_k or meta.num_experts_per_token, ranks=hints.ranks or len(files))
+    hints = structs.replace(hints, top_k=hints.top_k or meta.num_experts_per_token, ranks=hints.ranks or len(files))
     return trace_from(load, where, hints, NAME, layers)
 
 

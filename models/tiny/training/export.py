@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from dataclasses import asdict, fields
 from pathlib import Path
 
+from msgspec.structs import asdict, fields
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 

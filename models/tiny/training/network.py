@@ -10,15 +10,14 @@ P rotary head width, W value head width.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from msgspec import Struct
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(Struct, frozen=True):
     """Every size of the model; the names are those of DeepSeek-V3's ``config.json``."""
 
     vocab_size: int = 2048

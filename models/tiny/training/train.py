@@ -16,12 +16,12 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from msgspec import Struct, structs
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -42,8 +42,7 @@ IGNORED = -100
 HELD_OUT_STORIES = 800
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(Struct, frozen=True):
     """What a run is made of, apart from the model's shape."""
 
     corpus: Path
@@ -63,8 +62,7 @@ class Settings:
     resume: bool
 
 
-@dataclass
-class Progress:
+class Progress(Struct):
     """Where a run stands; saved with the weights."""
 
     step: int = 0
@@ -168,7 +166,7 @@ def save_state(path: Path, model: TinyDeepSeek, optimizers: list[torch.optim.Opt
     state = {
         "model": model.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-        "progress": vars(progress),
+        "progress": structs.asdict(progress),
     }
     torch.save(state, partial)
     os.replace(partial, path)
@@ -224,7 +222,7 @@ def run(settings: Settings, shape: Shape) -> None:
     train(model, optimizers, progress, source, held_windows, settings, started, save)
     progress.seconds = time.monotonic() - started
     main, mtp = evaluate(model, held_windows, settings)
-    write_log(settings, {"final": True, **vars(progress), "val_loss": main, "val_mtp_loss": mtp})
+    write_log(settings, {"final": True, **structs.asdict(progress), "val_loss": main, "val_mtp_loss": mtp})
     save()
 
 
@@ -264,7 +262,7 @@ def train(
                 last_saved = now
                 record["val_loss"], record["val_mtp_loss"] = evaluate(model, held_windows[:32], settings)
                 save()
-            write_log(settings, {**vars(progress), **record, "lr_factor": factor, "tokens_per_second": rate})
+            write_log(settings, {**structs.asdict(progress), **record, "lr_factor": factor, "tokens_per_second": rate})
 
 
 def parse_arguments() -> Settings:

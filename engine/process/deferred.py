@@ -58,7 +58,8 @@ class _Finder:
         if name in self._names:
             spec = importlib.machinery.PathFinder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _Loader(spec.loader, self._functions.get(name, ()), self._in_order)  # type: ignore[assignment]
+                functions = self._functions.get(name, ())
+                spec.loader = _Loader(spec.loader, functions, self._in_order)  # type: ignore[assignment]
             return spec
         package = sys.modules.get(name.rpartition(".")[0])
         if isinstance(package, _Deferred):

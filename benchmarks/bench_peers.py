@@ -5,6 +5,7 @@
     python benchmarks/bench_peers.py --models DIR --own-ranks 2      two ranks of one thread beside one rank of two threads
     python benchmarks/bench_peers.py --models DIR --quantization int4 --own-quantization int8      4 bits beside 8
     python benchmarks/bench_peers.py --models DIR --before CHECKOUT      this tree beside an earlier one
+    python benchmarks/bench_peers.py --models DIR --llama-python PATH --cases first --repeats 1 --starts 11      start-up
 
 DIR: made by benchmarks/make_models.py; for llama.cpp it also holds MODEL.gguf (bfloat16) and MODEL-KIND.gguf, made by
 benchmarks/make_gguf.py. PATH: the Python of a virtual environment that has the peer (docs/benchmarks.md says how to make one).

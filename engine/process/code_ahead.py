@@ -24,7 +24,7 @@ class CodeAhead:
     def __init__(self, cache_root: Path) -> None:
         key = {"version": sys.version, "prefix": sys.prefix}
         self._list = file_of(cache_root / "imports", key, "imports")
-        self._listed: list[list[str]] = []  # [name, path]
+        self._listed: dict[str, str] = {}  # path by name
         self._codes: dict[str, CodeType] = {}  # by path
         self._there: set[str] = set()
 
@@ -32,7 +32,7 @@ class CodeAhead:
         """The code of the modules that are listed, and not there yet."""
         self._there = {*sys.modules}
         self._listed = _checked(read_json(self._list))
-        for name, path in self._listed:
+        for name, path in self._listed.items():
             if name not in self._there:
                 with contextlib.suppress(OSError, ImportError, SyntaxError):  # who imports it will be told
                     code = SourceFileLoader(name, path).get_code(name)
@@ -57,20 +57,17 @@ class CodeAhead:
 
     def keep(self) -> None:
         """The list, for the next process, with what has been imported since `read`."""
-        there = [*self._listed, *([name, ""] for name in self._there)]
-        known = {name for name, _ in there}
-        new = [[name, path] for name, path in _imported() if name not in known]
-        if new:
+        now = self._listed | {name: path for name, path in _imported() if name not in self._there}
+        if now != self._listed:
             with contextlib.suppress(OSError):  # a place where nothing can be written
-                write_json(self._list, [*self._listed, *new][-MOST_MODULES:])
+                write_json(self._list, dict(list(now.items())[-MOST_MODULES:]))
 
 
-def _checked(modules: object) -> list[list[str]]:
-    """[]: it is no list of pairs of texts."""
-    if not isinstance(modules, list):
-        return []
-    pairs = all(isinstance(pair, list) and [type(part) for part in pair] == [str, str] for pair in modules)
-    return modules[:MOST_MODULES] if pairs else []
+def _checked(listed: object) -> dict[str, str]:
+    """{}: it is none of texts."""
+    if not isinstance(listed, dict) or not all(isinstance(path, str) for path in listed.values()):
+        return {}
+    return dict(list(listed.items())[:MOST_MODULES])
 
 
 def _imported() -> Iterator[tuple[str, str]]:

@@ -5,11 +5,11 @@ that wait to become one (launch/forks.py asks for them). It runs one thread, so 
 no weights, and computes nothing. What it forks is its parent's child, not its own: the process between them ends at
 once, and the parent takes what is left behind (PR_SET_CHILD_SUBREAPER). So its own end costs nothing.
 
-Its standard input is a socket of messages. The first one that comes is a `Told`, as JSON: until then it imports what
-ranks of any model need, and what asks for no variable of the environment. If that has a command line, this process runs
-it from then on, and forks nothing. Else it says `READY` there. Each request is
-the module and the words of a command line, with two descriptors: a socket on which the new process says its process id,
-and waits for `GO` before it begins, and its standard input.
+Its standard input is a socket of messages. The first one that comes is a `Told`, as JSON: until then it loads
+torch's libraries, and imports what ranks of any model need; where those have read another environment than that which
+it is told of, it begins anew. If what it is told has a command line, this process runs it from then on, and forks
+nothing. Else it says `READY` there. Each request is the module and the words of a command line, with two descriptors: a
+socket on which the new process says its process id, and waits for `GO` before it begins, and its standard input.
 """
 
 from __future__ import annotations

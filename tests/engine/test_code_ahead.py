@@ -52,7 +52,7 @@ REWRITE = "(root / 'thing' / '__init__.py').write_text('said = \"second\"\\n')"
 
 def test_what_one_process_imports_the_next_one_reads(root: Path) -> None:
     assert run(root) == "first 1"
-    listed = dict(json.loads(list_of(root).read_text()))
+    listed = json.loads(list_of(root).read_text())
     assert listed["thing"] == str(root / "thing" / "__init__.py") and "thing.part" in listed
     assert run(root, between=REWRITE) == "first 1", "it was read before"
     assert run(root) == "second 1", "what is read is what the file holds"
@@ -77,7 +77,7 @@ def test_code_is_used_by_the_import_of_its_file(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[1]", '[["thing"]]', '[["thing", 1]]', '{"a": 1}', '[["thing", "/nowhere/at/all.py"]]']
+    "text", ["", "{", "[1]", "7", '{"thing": 1}', '{"thing": null, "a": "b"}', '{"thing": "/nowhere/at/all.py"}']
 )
 def test_a_list_that_is_none_costs_nothing(root: Path, text: str) -> None:
     run(root)
@@ -102,4 +102,13 @@ def test_modules_that_others_import_stay_listed(root: Path) -> None:
     (root / "thing" / "more.py").write_text("")
     run(root, between="import thing.more")
     run(root)
-    assert {"thing.more", "thing.part"} <= {name for name, _ in json.loads(list_of(root).read_text())}
+    assert {"thing.more", "thing.part"} <= json.loads(list_of(root).read_text()).keys()
+
+
+def test_one_that_lies_elsewhere_now_is_listed_there(root: Path) -> None:
+    run(root)
+    (root / "thing" / "part.py").unlink()
+    (root / "thing" / "part").mkdir()
+    (root / "thing" / "part" / "__init__.py").write_text("value = 4\n")
+    assert run(root) == "first 4"
+    assert json.loads(list_of(root).read_text())["thing.part"] == str(root / "thing" / "part" / "__init__.py")

@@ -8,6 +8,7 @@ import contextlib
 import os
 import subprocess
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -19,7 +20,8 @@ from store.cache import WeightCache
 from store.memory import Store, complete_key, make_store
 from store.pages import brought_in
 
-NICENESS = 19  # of what is done while ranks may be at work
+LOCK_SECONDS = 2.0  # after the ranks began to serve: not beside the first request
+NICENESS = 10  # of what is done while they may be at work
 
 
 class Keeper(Protocol):
@@ -42,6 +44,7 @@ class WeightsKept:
         self._name, *others = store_names(plan.store_nodes)
         self._runtime = runtime
         self._writer: subprocess.Popen[bytes] | None = None
+        self._served_since = 0.0
         self._locking: threading.Thread | None = None
         self._locked = contextlib.ExitStack()
         if not plan.weight_store:
@@ -62,7 +65,9 @@ class WeightsKept:
 
     def look(self) -> None:
         """Call it now and then while the ranks serve."""
-        if self.cached and self._locks and self._locking is None:
+        now = time.monotonic()
+        self._served_since = self._served_since or now
+        if self.cached and self._locks and self._locking is None and now - self._served_since >= LOCK_SECONDS:
             self._locking = threading.Thread(target=self._lock, name="locking weights", daemon=True)
             self._locking.start()
         if self._writer is not None:
@@ -82,8 +87,8 @@ class WeightsKept:
     def _lock(self) -> None:
         """Pages of a file on disk stay in memory while this process lives, as far as it may say so: a system that is
         short of memory, or takes back what has not been used for a while, would read them again in the middle of a
-        step. Ranks do not say so themselves, so that the kernel need not unlock all of it to end one. They may be at
-        their first request by now, and have the cores."""
+        step. Ranks do not say so themselves, so that the kernel need not unlock all of it to end one. They
+        may be at work, and have the cores."""
         os.setpriority(os.PRIO_PROCESS, 0, NICENESS)  # on Linux of this thread
         self._locked.enter_context(brought_in(self._file, locked=True))
 

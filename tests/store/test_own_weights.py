@@ -69,8 +69,14 @@ def test_weights_of_the_cache_stay_in_memory_by_one_process(tmp_path: Path) -> N
         weights = WeightsKept(plan, runtime)
         assert locked_bytes() == 0
         weights.look()
-        until(lambda: locked_bytes() >= size)
-        del weights
+        assert weights._locking is None, "not beside the first request"
+
+        def looked() -> bool:
+            weights.look()
+            return locked_bytes() >= size
+
+        until(looked)
+        del weights, looked
         runtime.close()
 
 

@@ -1,5 +1,5 @@
 """What some options say of others: -O, the levels of optimization, and `--deterministic`, results that do not depend
-on what else is computed (docs/deterministic.md). Nothing here looks at the machine."""
+on what else is computed (docs/deterministic.md)."""
 
 from __future__ import annotations
 

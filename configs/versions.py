@@ -1,5 +1,5 @@
-"""Which Moesaic this is, and which torch is installed: `import torch` takes long, and what Python's library reads of
-packages takes as long as all else that a plan needs. Standard library only."""
+"""Which Moesaic this is, and which torch is installed, without importing it, nor what Python's library needs to read
+the data of packages (an e-mail parser among it). Standard library only."""
 
 from __future__ import annotations
 

@@ -74,30 +74,16 @@ FUNCTIONS = {
 # those come first that MODULES load, and what loads others comes behind torch's.
 LIBRARIES = (
     "msgspec",
-    "_bisect",
-    "_blake2",
-    "_bz2",
     "_csv",
-    "_datetime",
-    "_hashlib",
     "_heapq",
-    "_json",
-    "_lzma",
     "_multiprocessing",
     "_pickle",
     "_posixsubprocess",
     "_queue",
-    "_random",
-    "_sha512",
-    "array",
     "binascii",
     "fcntl",
     "grp",
     "mmap",
-    "select",
-    "termios",
-    "unicodedata",
-    "zlib",
 )
 MODULES = (
     "engine.process.progress",
@@ -136,8 +122,8 @@ def defer_modules() -> None:
 
 
 def import_beside(read: Callable[[], None]) -> None:
-    """Load torch's libraries, and on a thread meanwhile read(), and import what needs none. Not the other way round:
-    what a library asks for when it is loaded comes from the allocator sooner on the first thread."""
+    """Load torch's libraries, and on a thread meanwhile read(), and import what needs none; not the other way round, as
+    what they ask for when they are loaded would then come from a thread's own arena of the allocator."""
     for name in LIBRARIES:
         with contextlib.suppress(ImportError):  # this build of Python has it inside
             importlib.import_module(name)

@@ -25,11 +25,12 @@ from front.text import Tokenizer
 from front.trace_file import Summary, write_trace
 from front.wire import Ranks
 
-Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+Given = Mapping[str, Any]  # a prompt in vLLM's form: {"prompt": text}, {"prompt_token_ids": [...]}, or both
+Prompts = str | Given | Sequence[str | Given] | Sequence[int] | Sequence[Sequence[int] | Given]
 Conversation = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
-_PROMPTS = "one text, texts, one list of token ids, or lists of token ids"
+_PROMPTS = "one text, texts, one list of token ids, lists of token ids, or mappings with prompt or prompt_token_ids"
 _LOOK_SECONDS = 0.5  # how often a silent engine is asked whether it still lives
 
 
@@ -83,26 +84,26 @@ class LLM(Driver[Ranks]):
     def generate(
         self,
         prompts: Prompts,
-        params: Params = None,
+        sampling_params: Params = None,
         *,
         progress: Callable[[Progress], None] | None = None,
         on_delta: Callable[[int, Delta], None] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt (text, or token ids); one result per prompt, in order.
+        """Continue each prompt (text, token ids, or vLLM's mappings of them); one result per prompt, in order.
 
-        params: one for all, or one per prompt; None: SamplingParams(). progress is called after every batch of outputs,
-        on_delta with each of them as it comes: the number of the prompt, and what is new.
-        ValueError names the prompt and what is wrong with it, before anything is sent. A lost rank shows as a pause;
-        EngineFailed when all are lost.
+        sampling_params: one for all, or one per prompt; None: SamplingParams(). progress is called after every batch of
+        outputs, on_delta with each of them as it comes: the number of the prompt, and what is new. ValueError names
+        the prompt and what is wrong with it, before anything is sent. A lost rank shows as a pause; EngineFailed when
+        all are lost.
         """
         texts, token_ids = self._tokenize(prompts)
         reasoning = chosen_families(self.tokenizer.format_marks, None, None)[1]
-        return self._run(self._prompts(texts, token_ids, params, reasoning), progress, on_delta)
+        return self._run(self._prompts(texts, token_ids, sampling_params, reasoning), progress, on_delta)
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
-        params: Params = None,
+        sampling_params: Params = None,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -115,9 +116,9 @@ class LLM(Driver[Ranks]):
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: messages of role and content, put into the model's chat template.
 
-        params None: answers may be as long as the context has room, which is the default of the chat API too. An output
-        has its text as the model wrote it, and as `message` its content, reasoning and calls of `tools` apart, by the
-        parsers of `moesaic serve`; None: those that the template names, "": none.
+        sampling_params None: answers may be as long as the context has room, which is the default of the chat API too.
+        An output has its text as the model wrote it, and as `message` its content, reasoning and calls of `tools`
+        apart, by the parsers of `moesaic serve`; None: those that the template names, "": none.
         """
         conversations = _conversations(messages)
         texts = [
@@ -139,8 +140,8 @@ class LLM(Driver[Ranks]):
         for conversation, text in zip(conversations, texts, strict=True):
             goes_on = str(conversation[-1].get("content") or "") if continue_final_message else None
             formats.append(output_format(families, schemas, text, goes_on))
-        params = SamplingParams(max_tokens=None) if params is None else params
-        prompts = self._prompts(texts, token_ids, params, families[1], formats)
+        sampling_params = SamplingParams(max_tokens=None) if sampling_params is None else sampling_params
+        prompts = self._prompts(texts, token_ids, sampling_params, families[1], formats)
         results = self._run(prompts, progress)
         for prompt, format, result in zip(prompts, formats, results, strict=True):
             if format is not None:
@@ -212,29 +213,17 @@ class LLM(Driver[Ranks]):
     # ---- prompts ----
 
     def _tokenize(self, prompts: Prompts) -> tuple[Sequence[str | None], Sequence[Sequence[int]]]:
-        if isinstance(prompts, str):
-            prompts = [prompts]
-        if not _is_list(prompts):
+        """The text of each prompt that has one, and its token ids."""
+        whole: Sequence[object] = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        if not _is_list(whole):
             raise ValueError(f"prompts must be {_PROMPTS}, not {type(prompts).__name__}")
-        texts: list[str] = []
-        lists: list[Sequence[int]] = []
-        numbers: list[int] = []
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                texts.append(prompt)
-            elif isinstance(prompt, int) and not isinstance(prompt, bool):
-                numbers.append(prompt)
-            elif not isinstance(prompt, bool) and _is_list(prompt):
-                lists.append(prompt)
-            else:
-                raise ValueError(f"prompts must be {_PROMPTS}; they hold {prompt!r:.100}")
-        if sum(map(bool, (texts, lists, numbers))) > 1:
-            raise ValueError(f"prompts must be {_PROMPTS}, not a mixture")
-        if texts:
-            return texts, self.tokenizer.encode_batch(texts)
-        if numbers:
-            lists = [numbers]
-        return [None] * len(lists), lists
+        if whole and all(map(_is_token_id, whole)):
+            whole = [whole]
+        texts, lists = map(list, zip(*map(_read, whole), strict=True)) if whole else ([], [])
+        unknown = [place for place, ids in enumerate(lists) if ids is None]
+        for place, ids in zip(unknown, self.tokenizer.encode_batch([texts[at] for at in unknown]), strict=True):
+            lists[place] = ids
+        return texts, lists
 
     def _prompts(
         self,
@@ -250,10 +239,12 @@ class LLM(Driver[Ranks]):
         else:
             each = list(params)
             if len(each) != len(texts):
-                raise ValueError(f"params must be one for all or one per prompt: {len(each)} for {len(texts)} prompts")
+                raise ValueError(
+                    f"sampling_params must be one for all or one per prompt: {len(each)} for {len(texts)} prompts"
+                )
             wrong = next((own for own in each if not isinstance(own, SamplingParams)), None)
             if wrong is not None:
-                raise ValueError(f"params must be SamplingParams, not {type(wrong).__name__}")
+                raise ValueError(f"sampling_params must be SamplingParams, not {type(wrong).__name__}")
         prompts = []
         for place, (text, ids, own) in enumerate(zip(texts, token_ids, each, strict=True)):
             try:
@@ -359,6 +350,26 @@ class LLM(Driver[Ranks]):
 
 def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, bytes | bytearray)
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _read(prompt: object) -> tuple[str | None, Sequence[int] | None]:
+    """The text of one prompt, if it has one; its token ids, if they are given."""
+    text: Any = prompt if isinstance(prompt, str) else None
+    token_ids: Any = None if isinstance(prompt, str) else prompt
+    if isinstance(prompt, Mapping):
+        unknown = [name for name in prompt if name not in ("prompt", "prompt_token_ids")]
+        if unknown or not prompt:
+            what = f"the unknown field {unknown[0]!r:.100}" if unknown else "neither"
+            raise ValueError(f"a prompt has prompt, prompt_token_ids, or both; one has {what}")
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    given = _is_list(token_ids) and not isinstance(token_ids, str)
+    if not (text is None or isinstance(text, str)) or not (given or (token_ids is None and text is not None)):
+        raise ValueError(f"prompts must be {_PROMPTS}; they hold {prompt!r:.100}")
+    return text, token_ids
 
 
 def _schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -111,6 +111,24 @@ def test_stop_string() -> None:
     assert isinstance(ranks.sent[-1][1], Abort)
 
 
+def test_prompts_in_the_form_of_vllm() -> None:
+    llm, _ = make_llm()
+    params = SamplingParams(max_tokens=2)
+    mixed = [
+        "a b",
+        {"prompt": "a b"},
+        {"prompt_token_ids": [5, 6]},
+        [5, 6],
+        {"prompt": "c", "prompt_token_ids": [5, 6]},
+    ]
+    results = llm.generate(mixed, params)
+    assert [result.prompt for result in results] == ["a b", "a b", None, None, "c"]
+    first, *_, last = [result.prompt_token_ids for result in results]
+    assert [result.prompt_token_ids for result in results] == [first, first, last, last, [5, 6]] and last == [5, 6]
+    [alone] = llm.generate({"prompt_token_ids": [5, 6]}, params)
+    assert alone.prompt_token_ids == [5, 6] and llm.generate([], params) == []
+
+
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
@@ -118,10 +136,14 @@ def test_stop_string() -> None:
         (["ok", "x" * 2000], None, "prompt 1: maximum context length is 256 tokens; the prompt has"),
         ([[5], [10**6]], None, "prompt 1: token ids must be integers from 0 to"),
         ([[5], []], None, "prompt 1: prompt must hold at least one token"),
-        (["a", 5], None, "prompts must be one text, texts, .*, not a mixture"),
+        (["a", 5], None, "prompts must be one text, texts, .*; they hold 5"),
+        ([{}], None, "a prompt has prompt, prompt_token_ids, or both; one has neither"),
+        ({"prompt": "a", "multi_modal_data": {}}, None, "one has the unknown field 'multi_modal_data'"),
+        ({"prompt": 5}, None, "they hold {'prompt': 5}"),
+        ({"prompt": "a", "prompt_token_ids": "a"}, None, "they hold {'prompt': 'a', 'prompt_token_ids': 'a'}"),
         (b"abc", None, "prompts must be one text, .*, not bytes"),
-        ([1, True], None, "they hold True"),
-        (["a"], [5], "params must be SamplingParams, not int"),
+        ([True, 1], None, "they hold True"),
+        (["a"], [5], "sampling_params must be SamplingParams, not int"),
         (["a", "b"], [SamplingParams()], "one for all or one per prompt: 1 for 2"),
         ("a", SamplingParams(temperature=-1), "^temperature must be from 0 to 2"),
         (["a", "b"], SamplingParams(logprobs=21), "prompt 0: logprobs must be"),

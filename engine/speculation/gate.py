@@ -18,6 +18,7 @@ model drafts.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from engine.hooks import Lesson, StepCompanion, StepHook
 from engine.schedule import Schedule
 from engine.speculation.costs import Costs
 from engine.speculation.speculation import Speculation
-from engine.speculation.times import MARGIN, SETTLED, StepTimes, expected_tokens, size_of, tokens_per_second
+from engine.speculation.times import MARGIN, SETTLED, StepTimes, best_of, expected_tokens, size_of, tokens_per_second
 from engine.speculation.trials import AGAIN, AHEAD, COLD, FIRST, HELD, NEAR, TRIAL, TRIALS, Trials
 from ep.recorder import Kind
 
@@ -69,6 +70,7 @@ class Gate(StepCompanion):
         self._without = False  # a trial without drafts is under way: its requests are without any until they end
         self._trials: dict[int, Trials] = {}  # by the size of so many sequences
         self._part = 1.0  # of the sequences, that have drafts where they may
+        self._lately = deque[int]([], AGAIN)  # sequences of steps that decode, as sizes
         self._last = _Step(-2, 0, 0, 0, False, False, False, False, 0.0)  # the step before
         self._began = 0.0  # when it began
         self._schedule = Schedule(-1)  # the last one that was proposed
@@ -115,7 +117,7 @@ class Gate(StepCompanion):
                 captured = [(num, depth, False) for depth in depths] if num == 1 else []
                 found += [*captured, *((num, depth, True) for depth in depths)]
             elif not found:
-                found = [(num, _best(self._rates(num)), False)]
+                found = [(num, best_of(self._rates(num)), False)]
         return found
 
     def propose(self, schedule: Schedule) -> Sequence[int]:
@@ -133,10 +135,12 @@ class Gate(StepCompanion):
                     one.trial = (0, 0)
                 self._want(0, self._without)
             elif schedule.num_tokens == num + schedule.num_drafts:
+                self._lately.append(size_of(num))
                 self._choose(one, num, not schedule.warm)
-            else:
-                self._begin(one, num)
-        return (*self._wanted, 1 + num, self._trial)
+            else:  # many come one after another: the first of them begin as all go on, or some would have no drafts
+                num = max(num, max(set(self._lately), key=self._lately.count, default=0))
+                self._begin(self._trials_of(num), num)
+        return (*self._wanted, 1 + len(schedule.rows), self._trial)
 
     def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook | None:
         models = self._speculation.models
@@ -199,7 +203,7 @@ class Gate(StepCompanion):
         if compares:
             one.proves = None
         if compares and 0 in rates:  # while requests have lost the thread nothing else chooses
-            best = _best(rates)
+            best = best_of(rates)
             self._take(one, num, best, rates)
             if one.since >= AGAIN:
                 self._try(one, num, rates, best, AGAIN)
@@ -227,7 +231,7 @@ class Gate(StepCompanion):
         self.times.keep_pace(num, one.proves)
         one.proves = None
         rates = self._rates(num)
-        best = _best(rates)
+        best = best_of(rates)
         if one.chosen in rates and rates[best] < rates[one.chosen] * (1 + MARGIN):
             best = one.chosen  # until prompts come: steps between two numbers have graphs of their own
         after = 2 * AGAIN if one.steps - one.prompted >= AGAIN else float("inf")
@@ -346,15 +350,6 @@ class Gate(StepCompanion):
         if self._unwritten >= KEPT:
             self.close()
             self._unwritten = 0
-
-
-def _best(rates: Mapping[int, float]) -> int:
-    """The number of drafts that makes most tokens per second."""
-    best = 0
-    for depth, rate in rates.items():
-        if rate > rates.get(best, 0.0) * (1 + MARGIN if best == 0 else 1):
-            best = depth
-    return best
 
 
 class _Step(NamedTuple):

@@ -226,6 +226,15 @@ def _between(known: Mapping[int, float], at: int) -> float:
     return known[below] + (at - below) * (rise if at <= above else max(0.0, rise))
 
 
+def best_of(rates: Mapping[int, float]) -> int:
+    """The number of drafts that makes most tokens per second."""
+    best = 0
+    for depth, rate in rates.items():
+        if rate > rates.get(best, 0.0) * (1 + MARGIN if best == 0 else 1):
+            best = depth
+    return best
+
+
 def expected_tokens(acceptance: Sequence[float], depth: int) -> float:
     """Of a sequence and step with so many drafts. acceptance: of each place, if all before it were right."""
     total = reached = 1.0

@@ -141,6 +141,17 @@ def test_prompts_get_what_was_chosen_for_so_many() -> None:
     assert gate.propose(prompts) == (0, 0, 65, 0)
 
 
+@pytest.mark.parametrize(("few", "many", "first", "later"), [(1.3, 19.0, 1, 0), (2.5, 10.5, 0, 1)])
+def test_the_first_of_many_begin_as_the_many_did(few: float, many: float, first: int, later: int) -> None:
+    """Whether drafts pay for few and not for many, or the other way round: no request goes on without beside others."""
+    gate = gate_of(filled(STEPS | {2: 1.0}, {(2, 1): few, (64, 1): many}), [0.8])
+    prompts = Schedule(1, rows=list(range(2)), counts=[8] * 2)
+    assert gate.propose(prompts)[0] == first
+    for _ in range(AGAIN // 2):
+        gate.propose(decodes(64))
+    assert gate.propose(prompts)[0] == later
+
+
 def test_the_rank_with_most_sequences_decides() -> None:
     gate = gate_of(StepTimes(), [0.8, 0.7])
     plan = StepPlan(0, True, False, (1, 5), (9, 9))

@@ -61,6 +61,6 @@ def with_vocab_parallel(plan: Plan, asked: str, num_weights: int) -> Plan:
             f"the head has {num_bytes >> 20} MiB: ranks, where there are several, read a part of it each from "
             f"{SHARED_HEAD_BYTES >> 20} MiB on"
         )
-        if shared and plan.speculation is not None and plan.speculation.method == "mtp":
+        if shared and plan.speculation is not None and plan.speculation.model_drafts:
             shared, why = False, "the best tokens come with the passes of the layer that drafts"
     return replace(plan, vocab_parallel=shared, reasons={**plan.reasons, "vocab_parallel": why})

@@ -7,14 +7,14 @@ from typing import Any, Literal, get_args
 
 from msgspec import Struct, structs
 
-Method = Literal["prediction", "ngram", "suffix", "mtp"]
+Method = Literal["prediction", "ngram", "suffix", "mtp", "eagle3"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
 NONE = "none"
 MAX_TOKENS = 16  # drafts of a request in a step: each takes a row of every step's memory
 MAX_STEP_TOKENS = 256  # of all requests of a rank: with so many sequences drafts are not worth their while
 MAX_LOOKUP = 64
-DEFAULT_TOKENS = {"prediction": 7, "ngram": 5, "suffix": 7, "mtp": 4}
+DEFAULT_TOKENS = {"prediction": 7, "ngram": 5, "suffix": 7, "mtp": 4, "eagle3": 4}
 DEFAULT_LOOKUP = 5  # vLLM's
 DECIDED = ("memory", "whole")
 
@@ -23,6 +23,7 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True):
     """Names are those of vLLM's --speculative-config.
 
     method: where drafts come from, besides the predictions that requests bring; "prediction": from nowhere else.
+    model: the directory, or the name on the hub, of what drafts ("eagle3").
     num_speculative_tokens: most of a request in a step; fewer where that is measured to be faster, if adaptive.
     prompt_lookup_min, _max: tokens that have to occur again ("ngram"). suffix_decoding_*: see
     engine/speculation/suffix.py. memory: file of the times that were measured; "": they are not kept. whole: every
@@ -31,6 +32,7 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True):
 
     method: Method
     num_speculative_tokens: int
+    model: str = ""
     prompt_lookup_min: int = DEFAULT_LOOKUP
     prompt_lookup_max: int = DEFAULT_LOOKUP
     suffix_decoding_max_tree_depth: int = 24
@@ -40,6 +42,11 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True):
     adaptive: bool = True
     memory: str = ""
     whole: bool = False
+
+    @property
+    def model_drafts(self) -> bool:
+        """A layer makes the drafts, at the end of a step."""
+        return self.method in ("mtp", "eagle3")
 
     def most_drafts(self, max_num_seqs: int) -> int:
         """Of a rank in a step."""
@@ -58,6 +65,9 @@ def parse_speculative_config(values: dict[str, Any], where: str = "speculative_c
     if method not in (*METHODS, NONE):
         raise ValueError(f"{where}: method must be one of {', '.join(METHODS)}, {NONE}, not {method!r:.100}")
     given = {**values, "method": method}
+    model = given.get("model", "")
+    if not isinstance(model, str) or bool(model) != (method == "eagle3"):
+        raise ValueError(f"{where}: model must be the directory of the drafter of method eagle3, not {model!r:.100}")
     _check_integer(where, given, "num_speculative_tokens", 1, MAX_TOKENS)
     _check_integer(where, given, "prompt_lookup_min", 1, MAX_LOOKUP)
     _check_integer(where, given, "prompt_lookup_max", 1, MAX_LOOKUP)

@@ -314,15 +314,15 @@ def _runner(
     cost = context_cost(facts.hidden_size)
     buffers = StepBuffers(limits, device, cost, readback.late, cache.rows, kv.residuals)
     passes = None
-    if plan.speculation is not None and plan.speculation.method == "mtp":
+    if plan.speculation is not None and plan.speculation.model_drafts:
         graphs = CpuGraphs(exchange.wait_late)
 
         def make_capture(forward: Forward) -> Capture:
             return Capture(forward, graphs, policy, buffers, exchange, lambda: timeline.on)
 
         captured = plan.cudagraph_mode != "none" and not plan.cudagraph_capture_sizes
-        most = plan.speculation.num_speculative_tokens
-        passes = MtpPasses(model, kv, buffers, facts.vocab_size, most, make_capture if captured else None)
+        num_lanes = 1 if plan.dbo is None else plan.dbo.num_ubatches
+        passes = MtpPasses(model, kv, buffers, facts.vocab_size, num_lanes, make_capture if captured else None)
     return Runner(
         model,
         kv,

@@ -26,6 +26,7 @@ from engine.overlap.memory import with_memory
 from engine.sampling.processor_names import check_processors
 from engine.speculation.plan import (
     default_method,
+    drafter_of,
     plan_speculation,
     planned_facts,
     speculating,
@@ -45,7 +46,9 @@ from ep.requirements import (
 )
 from front.text import Tokenizer
 from layers.gguf.header import read_header
-from layers.identity import GGUF_INDEX, MAX_HEADER_BYTES, identify
+from layers.identity import GGUF_INDEX, identify
+from layers.safetensors_sizes import tensor_sizes
+from models.eagle3.directory import model_directory as with_drafter
 from models.facts import ModelFacts
 from models.gguf.directory import SUFFIX, is_gguf, model_directory
 from models.hub import HUB_NAME, located
@@ -65,7 +68,6 @@ _KEPT_BYTES = {
     **dict.fromkeys(("Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K"), QUANTIZED_BYTES),
 }  # of a number in GGUF's blocks
 EMBEDDED_NAME = "moesaic-tiny"
-ITEM_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
 
 
 def make_plan(
@@ -83,6 +85,9 @@ def make_plan(
         path = model_directory(path, read_env().cache_root / "gguf")
     elif config.model:
         path = located(config.model, config.revision, config.download_dir)
+    drafter = drafter_of(config.speculative_config)
+    if drafter is not None:
+        path = with_drafter(path, located(drafter, None, config.download_dir), read_env().cache_root / "drafters")
     name = config.model or EMBEDDED_NAME
     files = identify(path)  # before anything is read of them
     facts = read_config(path, config.hf_overrides)
@@ -285,7 +290,7 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
     if (path / GGUF_INDEX).is_file() and facts.num_experts:
         halves = "mixed"
     for file in sorted((*path.glob("*.safetensors"), *path.glob("*.gguf"))):
-        for key, dtype, size in _gguf_tensors(path, file) if file.suffix == SUFFIX else _tensors(file):
+        for key, dtype, size in _gguf_tensors(path, file) if file.suffix == SUFFIX else tensor_sizes(file):
             known = facts.key_names(key)
             if known is None:  # of a part that is not served
                 continue
@@ -370,31 +375,3 @@ def _widening(key: str, dtype: str) -> int:
     if key.endswith(("_packed", "_blocks", ".qweight")):  # two numbers a byte
         return 4
     return 0 if key.endswith("_scales") and dtype == "U8" else 1
-
-
-def _tensors(file: Path) -> list[tuple[str, str, int]]:
-    """(key, dtype name, bytes) of every tensor of one safetensors file. Ranks check the rest of its header
-    (layers/safetensors_header.py), which needs torch; the library's reader would import numpy, which takes as long as
-    all else that is done here."""
-    found: list[tuple[str, str, int]] = []
-    end = 0
-    try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if length > MAX_HEADER_BYTES:
-                raise ValueError(f"its header has {length} bytes")
-            header = json.loads(opened.read(length))
-            size = os.fstat(opened.fileno()).st_size
-        for key, entry in header.items():
-            if key == "__metadata__":
-                continue
-            dtype, end = str(entry["dtype"]), max(end, entry["data_offsets"][1])
-            found.append((key, dtype, math.prod(entry["shape"]) * ITEM_SIZES.get(dtype, 0)))
-        if 8 + length + end > size:
-            raise ValueError(f"it is cut short: {size} bytes of {8 + length + end}")
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{file}: not a readable safetensors file ({error})") from None
-    for key, dtype, _ in found:
-        if dtype not in ITEM_SIZES:
-            raise ValueError(f"{file}: tensor {key} has dtype {dtype}, which is not supported")
-    return found

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 SAMPLE_BYTES = 1 << 16  # at both ends of a file of weights
 MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
+DRAFTER_FILES = "eagle3."  # what names of files and tensors begin with that are of a drafter (models/eagle3)
 GGUF_INDEX = "gguf.json"  # what a GGUF file's weights are called (layers/gguf/file.py)
 WHOLE = ("config.json", "model.safetensors.index.json", GGUF_INDEX)  # these are digested whole
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from layers.gguf.file import GgufFile, read_index
-from layers.identity import CheckpointError, Identities
+from layers.identity import DRAFTER_FILES, CheckpointError, Identities
 from layers.int4_layouts import CENTRE, codes, in_order, is_awq, zero_points
 from layers.safetensors_file import SafetensorsFile
 from layers.safetensors_header import TensorEntry
@@ -107,8 +108,11 @@ class Checkpoint:
         self._files: dict[str, SafetensorsFile] = {}  # name -> its file
         self._keys: dict[str, str] = {}  # name -> what the file calls it, where that is something else
         self._packings: dict[str, _Packing | None] = {}
-        for key, file in self._find():
-            name = key if names is None else names(key)
+        for key, file in chain(self._find(), self._of_drafter()):
+            if file.path.name.startswith(DRAFTER_FILES):
+                name: str | None = DRAFTER_FILES + key
+            else:
+                name = key if names is None else names(key)
             if name is None:
                 continue
             if name in self._files:
@@ -138,7 +142,7 @@ class Checkpoint:
         if (self.path / INDEX).exists():
             yield from self._from_index(self.path / INDEX)
             return
-        paths = sorted(self.path.glob("*.safetensors"))
+        paths = sorted(set(self.path.glob("*.safetensors")).difference(self.path.glob(f"{DRAFTER_FILES}*")))
         if not paths:
             raise CheckpointError(f"{self.path}: no *.safetensors file in this directory")
         owner: dict[str, Path] = {}
@@ -149,6 +153,11 @@ class Checkpoint:
                     raise CheckpointError(f"{path}: {key}: also in {owner[key].name}, and there is no {INDEX}")
                 owner[key] = path
                 yield key, file
+
+    def _of_drafter(self) -> Iterable[tuple[str, SafetensorsFile]]:
+        for path in sorted(self.path.glob(f"{DRAFTER_FILES}*")):
+            file = SafetensorsFile(path, self._known.get(path.name))
+            yield from ((key, file) for key in file.entries)
 
     def _from_index(self, index: Path) -> Iterable[tuple[str, SafetensorsFile]]:
         try:

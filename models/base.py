@@ -52,6 +52,19 @@ class CausalLM(Protocol):
         through all again. What comes out is of no use, but whatever is slow at its first time is over then."""
         ...
 
+    def keep_states(self, num_lanes: int, num_tokens: int) -> None:
+        """From now on steps of at most so many tokens keep what the layer that drafts is to see."""
+        ...
+
+    def draft_input(self, hidden_TD: Tensor, lane: int = 0) -> Tensor:
+        """The hidden_TD of `draft_steps` behind a pass of `steps`, which gave this one; before the next such pass."""
+        ...
+
+    def draft_tokens(self, hidden_SD: Tensor, num_valid_tokens: int, out_S: Tensor) -> Tensor:
+        """int64 [S], in out_S: the best tokens after what `draft_steps` gave: of the first num_valid_tokens, where the
+        model's head tells, or those that the drafter knows."""
+        ...
+
     @property
     def drafts_exchange(self) -> bool:
         """Whether the layer that drafts has experts on other ranks."""
@@ -67,9 +80,9 @@ class CausalLM(Protocol):
         rows_S: Tensor | None = None,
     ) -> Steps[Tensor]:
         """A pass of the layer that drafts, where the facts have one (`drafts`). step: as of `steps`, but with each
-        token replaced by the one that follows it; hidden_TD: what `steps` gave, or an earlier pass of this kind;
-        rows_S: the tokens of which something is wanted, int64, None: all. Its value, [S, D], is what `greedy_tokens`
-        makes drafts of, and the hidden_TD of one token further."""
+        token replaced by the one that follows it; hidden_TD: of `draft_input`, or an earlier pass of this kind, and
+        used up by it; rows_S: the tokens of which something is wanted, int64, None: all. Its value, [S, D], is what
+        `draft_tokens` makes drafts of, and the hidden_TD of one token further."""
         ...
 
     def logits(self, hidden_PD: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ from layers.rope_parameters import RopeParameters
 from layers.step import StepInput
 from models.base import WeightSource
 from models.decoder_layer import A, DecoderLayer, LayerContext, Mlp
+from models.eagle3.config import Eagle3Config
+from models.eagle3.layer import Eagle3
 from models.expert_parallel import ExpertParallelMixin
 from models.graph_breaks import EAGER, GraphBreaks, Operation
 from models.loading import read_head
@@ -97,6 +99,10 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         tied = self.embed.weight if config.tie_word_embeddings else None
         self.head = LMHead(size, config.vocab_size, tied, dtype, device, head_bias)
         self.rope = Rope(config.rope, dtype, device)
+        drafter: Eagle3Config | None = getattr(config, "eagle3", None)  # most families have none
+        self.eagle3: Eagle3 | None = None
+        if drafter is not None:
+            self.eagle3 = Eagle3(drafter, config.num_layers, dtype, device, self.embed, self.head)
 
     def cache_spec(self) -> CacheSpec:
         """In the model's dtype, or in FP8 where the family's class has been told so."""
@@ -122,17 +128,19 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         x_TD: Tensor = (layers[first].input_norm if first < len(layers) else self.norm)(residual_TD)
         for index, layer in enumerate(layers[first:], first):
             mark()
-            self._keep(index, residual_TD, cache.residuals)
+            self._keep(index, residual_TD, cache.residuals, lane)
             mixed_TD = yield from layer.mixer.steps(x_TD, context, cache.layers[index])
             x_TD = layer.post_norm.add(mixed_TD, residual_TD)
             mlp_TD = yield from layer.mlp_steps(x_TD, context)
             following = layers[index + 1].input_norm if index + 1 < len(layers) else self.norm
             x_TD = following.add(mlp_TD, residual_TD)
-        self._keep(len(layers), residual_TD, cache.residuals)
+        self._keep(len(layers), residual_TD, cache.residuals, lane)
         return x_TD
 
-    def _keep(self, layer: int, residual_TD: Tensor, residuals: Residuals) -> None:
+    def _keep(self, layer: int, residual_TD: Tensor, residuals: Residuals, lane: int) -> None:
         """At the start of a layer, or behind the last one."""
+        if self.eagle3 is not None:
+            self.eagle3.note(layer, residual_TD, lane)
         number, num_tokens = self._kept.get(layer), len(residual_TD)
         if number is not None and num_tokens <= residuals.num_tokens:
             rows_TD, there = residuals.place(number, self.dtype)
@@ -145,6 +153,23 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
             group_of = {layer: number for number, group in enumerate(self.cache_spec()) for layer in group.layers}
             kinds = [(type(it.mixer), type(it.mlp), group_of.get(at)) for at, it in enumerate(self.decoders)]
             self.depth = 1 + max(kinds.index(kind) for kind in kinds)
+
+    def keep_states(self, num_lanes: int, num_tokens: int) -> None:
+        """From now on steps of at most so many tokens keep what the layer that drafts is to see."""
+        if self.eagle3 is not None:
+            self.eagle3.keep(num_lanes, num_tokens)
+
+    def draft_input(self, hidden_TD: Tensor, lane: int = 0) -> Tensor:
+        """The hidden_TD of `draft_steps` behind a pass of `steps`, which gave this one."""
+        if self.eagle3 is None or not len(hidden_TD):
+            return hidden_TD
+        return self.eagle3.noted(len(hidden_TD), lane)
+
+    def draft_tokens(self, hidden_SD: Tensor, num_valid_tokens: int, out_S: Tensor) -> Tensor:
+        """int64 [S], in out_S: the best tokens after what `draft_steps` gave."""
+        if self.eagle3 is not None:
+            return self.eagle3.tokens(hidden_SD, out_S)
+        return self.greedy_tokens(hidden_SD, num_valid_tokens, out_S)
 
     @property
     def drafts_exchange(self) -> bool:
@@ -160,7 +185,12 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         breaks: GraphBreaks = EAGER,
         rows_S: Tensor | None = None,
     ) -> Steps[Tensor]:
-        """A pass of the layer that drafts (models/mtp.py), behind one of `steps` or of its own."""
+        """A pass of the layer that drafts (models/mtp.py, models/eagle3/layer.py), behind one of `steps` or of its
+        own."""
+        if self.eagle3 is not None:
+            return (
+                (yield from self.eagle3.steps(step, hidden_TD, rows_S, breaks, cache)) if step.num_tokens else hidden_TD
+            )
         assert self.mtp is not None
         if not step.num_tokens:
             return (yield from self._idle_steps([self.mtp.layer], lane))
@@ -210,6 +240,8 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         layers: list[Part] = [Part(layer, partial(self.read_layer, at)) for at, layer in enumerate(self.decoders)]
         if self.mtp is not None:
             layers.append(Part(self.mtp, partial(self.read_mtp, self.mtp)))
+        if self.eagle3 is not None:
+            layers.append(Part(self.eagle3, self.eagle3.read))
         self.load_parts([*ends, *layers], source, self.config.num_experts, store)
         self.skip_rest(source)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec import Struct
 
 from models.deepseek import config as deepseek
+from models.eagle3.config import SECTION, with_drafter
 from models.facts import ModelFacts
 from models.fields import ConfigError, Fields
 from models.gqa import config as gqa
@@ -29,7 +30,11 @@ if TYPE_CHECKING:
     from models.base import CausalLM
 
 MlaPrefill = Literal["auto", "naive", "absorbed"]
-_BESIDE_TEXT = ("quantization_config", "tie_word_embeddings")  # of a model with vision, and of its text as well
+_BESIDE_TEXT = (
+    "quantization_config",
+    "tie_word_embeddings",
+    SECTION,
+)  # of a model with vision, and of its text as well
 _ROPE_NAMES = {"rope_scaling", "rope_parameters"}
 
 
@@ -97,7 +102,7 @@ def parse_config(raw: dict[str, Any], source: str) -> ModelFacts:
     if family is None:
         known = ", ".join(sorted({*FAMILIES, *WRAPPERS}))
         raise ConfigError(f"{fields.source}: architectures: {architecture} is not supported (these are: {known})")
-    return family.parse(fields.raw, fields.source)
+    return with_drafter(family.parse(fields.raw, fields.source), fields)
 
 
 def text_part(raw: dict[str, Any], source: str) -> dict[str, Any]:

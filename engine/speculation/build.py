@@ -29,7 +29,7 @@ def make_speculation(plan: Plan) -> Speculation | None:
             config.suffix_decoding_max_spec_factor,
             config.suffix_decoding_min_token_prob,
         )
-    elif config.method == "mtp":
+    elif config.model_drafts:
         drafter, lookahead = ModelDrafts(), config.num_speculative_tokens
     forced = not plan.async_scheduling  # they follow tokens that are known
     most = config.most_drafts(plan.max_num_seqs)

@@ -1,4 +1,5 @@
-"""Drafts of the model's own MTP layer (models/mtp.py), made at the end of a step for the next one.
+"""Drafts of the model's own MTP layer (models/mtp.py), or of an EAGLE-3 drafter (models/eagle3), made at the end of a
+step for the next one.
 
 The layer first sees every token of the step, together with the token that follows it: so its cache, one more layer of
 the model's, grows with theirs. Then it drafts one token further at a time, from what itself gave: those rows of its
@@ -97,7 +98,7 @@ class Whole(NamedTuple):
 
 
 class MtpPasses:
-    """Of one rank. most: passes of a step. make_capture: None: they run eager."""
+    """Of one rank. num_lanes: parts that a step may be split into. make_capture: None: they run eager."""
 
     def __init__(
         self,
@@ -105,12 +106,13 @@ class MtpPasses:
         kv: CacheMemory,
         buffers: StepBuffers,
         num_valid_tokens: int,
-        most: int,
+        num_lanes: int,
         make_capture: Callable[[Forward], Capture] | None = None,
     ) -> None:
         self._model, self._kv, self._buffers = model, kv, buffers
         self._num_valid_tokens = num_valid_tokens
         self._alone = not model.drafts_exchange
+        model.keep_states(num_lanes, buffers.limits.max_num_tokens)
         self._make_capture = make_capture
         # By what they begin with (its name), sequences and passes.
         self._captures: dict[tuple[str, int, int], Capture] = {}
@@ -161,6 +163,7 @@ class MtpPasses:
             following = self._buffers.fields(FURTHER, ahead.count * num, group) if ahead.count else None
             follow(self._buffers.batch, drawn, starts, rows_S, table_RN, step.block_size, places_S, following)
         shifted = replace(step, token_ids_T=tokens_T)
+        hidden_TD = self._model.draft_input(hidden_TD)
         given_SD = yield from self._model.draft_steps(shifted, hidden_TD, self._kv, 0, breaks, places_S)
         return (yield from self._passes(given_SD, breaks))
 
@@ -174,7 +177,7 @@ class MtpPasses:
         ahead, num = self._ahead, self._ahead.num
         drafts_PS = torch.empty(1 + ahead.count, num, dtype=torch.int64, device=hidden_SD.device)
         if num:
-            self._model.greedy_tokens(hidden_SD, self._num_valid_tokens, drafts_PS[0])
+            self._model.draft_tokens(hidden_SD, self._num_valid_tokens, drafts_PS[0])
         for number in range(1, ahead.count + 1):
             one = ahead.step(number - 1)
             if breaks is not EAGER:
@@ -182,7 +185,7 @@ class MtpPasses:
             one = replace(one, token_ids_T=drafts_PS[number - 1])
             hidden_SD = yield from self._model.draft_steps(one, hidden_SD, self._kv, 0, breaks)
             if num:
-                self._model.greedy_tokens(hidden_SD, self._num_valid_tokens, drafts_PS[number])
+                self._model.draft_tokens(hidden_SD, self._num_valid_tokens, drafts_PS[number])
         return drafts_PS.T
 
     @property
@@ -320,7 +323,8 @@ class MtpPasses:
             (step,) = prepared.inputs
             shifted = replace(step, token_ids_T=sampled_P)
             wanted = torch.from_numpy(places_S).to(device)
-            given_SD = yield from self._model.draft_steps(shifted, hidden_TD, self._kv, rows_S=wanted)
+            seen_TD = self._model.draft_input(hidden_TD)
+            given_SD = yield from self._model.draft_steps(shifted, seen_TD, self._kv, rows_S=wanted)
             return given_SD, replace(ends, places_S=np.arange(len(places_S)))
         known = self._buffers.rows.token_ids
         passes, order, first = [], [], 0
@@ -330,7 +334,7 @@ class MtpPasses:
             positions_T = np.repeat(shift_B, lens) + np.arange(step.num_tokens)
             following_T = known[np.repeat(rows_B, lens), positions_T + 1].astype(np.int64)
             shifted = replace(step, token_ids_T=torch.from_numpy(following_T).to(device))
-            own_TD = hidden_TD[first : first + step.num_tokens]
+            own_TD = self._model.draft_input(hidden_TD[first : first + step.num_tokens], lane)
             order.append(np.flatnonzero((places_S >= first) & (places_S < first + step.num_tokens)))
             wanted = torch.from_numpy(places_S[order[-1]] - first).to(device)
             passes.append(self._model.draft_steps(shifted, own_TD, self._kv, lane, rows_S=wanted))

@@ -23,6 +23,12 @@ def default_method(model: str | None, facts: ModelFacts) -> Method:
     return "mtp" if model is None and mtp_layers(facts) else "prediction"
 
 
+def drafter_of(asked: dict[str, Any] | None) -> str | None:
+    """The checkpoint that is to draft; None: none of its own. ValueError, one line, where that cannot be."""
+    config = None if asked is None else parse_speculative_config(asked)
+    return None if config is None else config.model or None
+
+
 def plan_speculation(
     asked: dict[str, Any] | None, facts: ModelFacts, default: Method
 ) -> tuple[SpeculativeConfig | None, str]:
@@ -38,6 +44,8 @@ def plan_speculation(
         return None, "the model keeps states, which drafts cannot be taken back from"
     if config.method == "mtp" and not mtp_layers(facts):
         raise ValueError("speculative_config: method mtp needs an MTP layer in the checkpoint; this one has none")
+    if config.method == "eagle3":
+        return config, f"as asked: {config.model} drafts"
     if asked is not None:
         return config, "as asked"
     if config.method == "mtp":

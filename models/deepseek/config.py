@@ -13,6 +13,7 @@ from msgspec import Struct
 from cache.spec import CacheGroup, CacheSpec, Field
 from layers.rope_parameters import RopeParameters, yarn_mscale
 from models.deepseek.index_config import GLM_DSA, SPARSE, IndexConfig, read_index
+from models.eagle3.config import Eagle3Config, with_rows
 from models.fields import Fields
 from models.key_names import KIMI_WRAPPER, PLAIN, KeyNames
 from models.quantization import check_quantization
@@ -77,6 +78,7 @@ class DeepseekConfig(SharedFacts, Struct, frozen=True):
     drafts: bool = False
     whole_drafts: bool = False
     head_gates: bool = False
+    eagle3: Eagle3Config | None = None
 
     @property
     def mla_dims(self) -> tuple[int, int, int, int, int]:
@@ -103,7 +105,8 @@ class DeepseekConfig(SharedFacts, Struct, frozen=True):
         else:
             latent = Field("latent", (self.kv_lora_rank + self.qk_rope_head_dim,), dtype)
         fields = (latent,) if self.index is None else (latent, self._index_key(self.index, dtype, fp8))
-        return (CacheGroup("paged", tuple(range(self.num_layers + self.drafts)), fields),)
+        groups = (CacheGroup("paged", tuple(range(self.num_layers + self.drafts)), fields),)
+        return with_rows(groups, self.eagle3, self.num_layers, dtype)
 
     def has_indexer(self, layer: int) -> bool:
         """The layer that drafts has one of its own."""

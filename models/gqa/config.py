@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from cache.spec import CacheGroup, CacheSpec, Field
 from layers.rope_parameters import RopeParameters
+from models.eagle3.config import Eagle3Config, with_rows
 from models.fields import Fields
 from models.gqa.families import ARCHITECTURES, Family
 from models.gqa.windows import NO_WINDOWS
@@ -64,6 +65,7 @@ class GqaConfig(SharedFacts, Struct, frozen=True):
     output_gate: bool = False  # of attention: the sigmoid of a projection of its own
     drafts: bool = False
     whole_drafts: bool = False
+    eagle3: Eagle3Config | None = None
 
     @property
     def mla_dims(self) -> None:
@@ -80,7 +82,7 @@ class GqaConfig(SharedFacts, Struct, frozen=True):
         groups = [CacheGroup("paged", everything, fields)] if everything else []
         if self.window_layers:
             groups.append(CacheGroup("window", self.window_layers, fields, self.window))
-        return tuple(groups)
+        return with_rows(tuple(groups), self.eagle3, self.num_layers, dtype)
 
 
 def parse(raw: dict[str, Any], source: str, family: Family | None = None) -> GqaConfig:

@@ -1,0 +1,56 @@
+"""A directory that stands for a model and the EAGLE-3 drafter that is served with it: links to the files of both, and a
+config.json with a section for the drafter. So all that is read of a model, and known of its files, is of both."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from layers.identity import DRAFTER_FILES, CheckpointError, identify
+from layers.safetensors_sizes import tensor_sizes
+from models.eagle3.config import SECTION
+from models.fields import Fields
+
+_CONFIG = "config.json"
+
+
+def model_directory(model: Path, drafter: Path, root: Path) -> Path:
+    """Of these two directories; under `root`, if it is not there yet. Raises ConfigError or CheckpointError, one line,
+    where one of them has no config.json, or the drafter no weights in safetensors files."""
+    config, drafts = (Fields.from_file(place / _CONFIG).raw for place in (model, drafter))
+    weights = sorted(drafter.glob("*.safetensors"))
+    if not weights:
+        raise CheckpointError(f"{drafter}: no *.safetensors file in this directory, which is to have a drafter")
+    tensors = [key for file in weights for key, _, _ in tensor_sizes(file)]
+    key = json.dumps([str(model.resolve()), identify(model), str(drafter.resolve()), identify(drafter)])
+    directory = root / f"{model.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    if (directory / _CONFIG).is_file():
+        return directory
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root) as scratch:
+            made = Path(scratch) / "made"
+            made.mkdir()
+            for file in model.iterdir():
+                if file.is_file() and file.name != _CONFIG:
+                    (made / file.name).symlink_to(file.resolve())
+            for file in weights:
+                (made / f"{DRAFTER_FILES}{file.name}").symlink_to(file.resolve())
+            section = {"config": drafts, "tensors": tensors}
+            (made / _CONFIG).write_text(json.dumps({**config, SECTION: section}), encoding="utf-8")
+            _put(made, directory)
+    except OSError as error:
+        raise CheckpointError(f"{directory}: cannot be written: {error.strerror}") from None
+    return directory
+
+
+def _put(made: Path, directory: Path) -> None:
+    """Another process may have made the same meanwhile."""
+    try:
+        os.rename(made, directory)
+    except OSError:
+        if not (directory / _CONFIG).is_file():
+            raise

@@ -24,14 +24,16 @@ from configs.presets import PRESETS, preset_of
 from configs.resolve import resolve
 from engine.build import DTYPES
 from engine.plan import EMBEDDED_NAME, machine_for, model_numbers
-from engine.speculation.plan import default_method, plan_speculation, speculating, with_speculation
+from engine.speculation.plan import default_method, drafter_of, plan_speculation, speculating, with_speculation
 from ep.explain import explain_experts
 from ep.parallel import Parallel
 from ep.requirements import DEVICE_NAMES, Situation, missing, not_captured, refusal, split_pair
 from eplb.placement import linear_placement
+from models.eagle3.directory import weight_bytes, with_section
 from models.explain import explain_attention
 from models.facts import ModelFacts
 from models.fields import Fields
+from models.hub import located
 from models.quantization import is_fp8
 from models.registry import build, overridden, parse_config, read_fields, text_part
 from models.tiny import CHECKPOINT
@@ -75,6 +77,9 @@ def plan_cluster(config: EngineConfig, chip: str, installed: Callable[[str], boo
     """
     config = at_level(config)
     raw, source = _read(config.model, config.hf_overrides)
+    asked = drafter_of(config.speculative_config)
+    drafter = None if asked is None else located(asked, None, config.download_dir)
+    raw = raw if drafter is None else with_section(raw, drafter)
     facts = parse_config(raw, source)
     found = CHIPS[chip]
     gpu = Gpu.of(found)
@@ -84,6 +89,8 @@ def plan_cluster(config: EngineConfig, chip: str, installed: Callable[[str], boo
     if config.speculative_config is not None:
         facts = speculating(facts, speculation)
     numbers = _numbers(config.model, raw, facts, count(facts))
+    if drafter is not None:
+        numbers = replace(numbers, weight_bytes=numbers.weight_bytes + weight_bytes(drafter))
     plan = resolve(config, numbers, machine)
     plan = with_speculation(plan, config, speculation, why, read_env().cache_root)
     unknown = dict.fromkeys(

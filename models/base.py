@@ -52,7 +52,7 @@ class CausalLM(Protocol):
         through all again. What comes out is of no use, but whatever is slow at its first time is over then."""
         ...
 
-    def keep_states(self, num_lanes: int, num_tokens: int) -> None:
+    def keep_states(self, num_parts: int, num_tokens: int) -> None:
         """From now on steps of at most so many tokens keep what the layer that drafts is to see."""
         ...
 

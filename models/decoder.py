@@ -56,6 +56,8 @@ class DecoderConfig(Protocol):
     def tie_word_embeddings(self) -> bool: ...
     @property
     def rope(self) -> RopeParameters: ...
+    @property
+    def eagle3(self) -> Eagle3Config | None: ...
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec: ...
 
 
@@ -99,10 +101,9 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         tied = self.embed.weight if config.tie_word_embeddings else None
         self.head = LMHead(size, config.vocab_size, tied, dtype, device, head_bias)
         self.rope = Rope(config.rope, dtype, device)
-        drafter: Eagle3Config | None = getattr(config, "eagle3", None)  # most families have none
         self.eagle3: Eagle3 | None = None
-        if drafter is not None:
-            self.eagle3 = Eagle3(drafter, config.num_layers, dtype, device, self.embed, self.head)
+        if config.eagle3 is not None:
+            self.eagle3 = Eagle3(config.eagle3, config.num_layers, dtype, device, self.embed, self.head)
 
     def cache_spec(self) -> CacheSpec:
         """In the model's dtype, or in FP8 where the family's class has been told so."""
@@ -125,6 +126,9 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
             return (yield from self._idle_steps(layers[first:], lane))
         residual_TD = self.embed(step.token_ids_T) if step.resumed is None else step.resumed.residual_TD
         context = LayerContext(step, self.rope(step.positions_T), self.prepare(step, breaks), breaks, lane)
+        if self.eagle3 is not None:
+            for before in range(first):  # what these began with is no longer there
+                self.eagle3.note(before, residual_TD, lane)
         x_TD: Tensor = (layers[first].input_norm if first < len(layers) else self.norm)(residual_TD)
         for index, layer in enumerate(layers[first:], first):
             mark()
@@ -154,10 +158,10 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
             kinds = [(type(it.mixer), type(it.mlp), group_of.get(at)) for at, it in enumerate(self.decoders)]
             self.depth = 1 + max(kinds.index(kind) for kind in kinds)
 
-    def keep_states(self, num_lanes: int, num_tokens: int) -> None:
+    def keep_states(self, num_parts: int, num_tokens: int) -> None:
         """From now on steps of at most so many tokens keep what the layer that drafts is to see."""
         if self.eagle3 is not None:
-            self.eagle3.keep(num_lanes, num_tokens)
+            self.eagle3.keep(num_parts, num_tokens)
 
     def draft_input(self, hidden_TD: Tensor, lane: int = 0) -> Tensor:
         """The hidden_TD of `draft_steps` behind a pass of `steps`, which gave this one."""

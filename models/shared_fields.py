@@ -1,4 +1,4 @@
-"""What means the same in every family: rotary positions, the longest context, and which layers have experts."""
+"""What means the same in every family's config.json: rotary positions, and the longest context."""
 
 from __future__ import annotations
 
@@ -126,31 +126,3 @@ def context_limit(max_position: int, rope: RopeParameters) -> tuple[int, str]:
     if stretched > limit:
         limit, why = stretched, "original_max_position_embeddings x factor of its yarn"
     return limit, why
-
-
-class SharedFacts:
-    """Of models.facts.ModelFacts, what follows from fields that the families without states have in common."""
-
-    __slots__ = ()
-    max_position_embeddings: int
-    rope: RopeParameters
-    num_layers: int
-    moe_layers: tuple[int, ...]
-    drafts: bool
-    whole_drafts: bool
-
-    @property
-    def context_limit(self) -> int:
-        return context_limit(self.max_position_embeddings, self.rope)[0]
-
-    @property
-    def context_reason(self) -> str:
-        return context_limit(self.max_position_embeddings, self.rope)[1]
-
-    @property
-    def num_moe_layers(self) -> int:
-        spread = self.drafts and not self.whole_drafts
-        return sum(self.has_experts(layer) for layer in range(self.num_layers + spread))
-
-    def has_experts(self, layer: int) -> bool:
-        return min(layer, self.num_layers - 1) in self.moe_layers

@@ -13,12 +13,13 @@ from msgspec import Struct
 from cache.spec import CacheGroup, CacheSpec, Field
 from layers.rope_parameters import RopeParameters, yarn_mscale
 from models.deepseek.index_config import GLM_DSA, SPARSE, IndexConfig, read_index
-from models.eagle3.config import Eagle3Config, with_rows
+from models.eagle3.config import Eagle3Config
 from models.fields import Fields
 from models.key_names import KIMI_WRAPPER, PLAIN, KeyNames
 from models.quantization import check_quantization
 from models.router_config import RouterConfig, RouterMethod, read_groups
-from models.shared_fields import SharedFacts, read_rope
+from models.shared_facts import SharedFacts
+from models.shared_fields import read_rope
 
 V2 = "DeepseekV2ForCausalLM"
 _LITE = "Glm4MoeLiteForCausalLM"
@@ -93,7 +94,7 @@ class DeepseekConfig(SharedFacts, Struct, frozen=True):
         mscale = yarn_mscale(self.rope.factor, self.rope.mscale_all_dim)
         return scale * mscale * mscale
 
-    def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
+    def own_cache(self, dtype: str, fp8: bool) -> CacheSpec:
         """One row per token and layer: the latent, then the rotated key; in FP8 the rows of mla/latent_fp8.py. Layers
         with an indexer keep its key beside it; in FP8 the rows of mla/index_keys.py."""
         if fp8 and (self.kv_lora_rank % 4 or self.qk_rope_head_dim % 2):
@@ -105,8 +106,7 @@ class DeepseekConfig(SharedFacts, Struct, frozen=True):
         else:
             latent = Field("latent", (self.kv_lora_rank + self.qk_rope_head_dim,), dtype)
         fields = (latent,) if self.index is None else (latent, self._index_key(self.index, dtype, fp8))
-        groups = (CacheGroup("paged", tuple(range(self.num_layers + self.drafts)), fields),)
-        return with_rows(groups, self.eagle3, self.num_layers, dtype)
+        return (CacheGroup("paged", tuple(range(self.num_layers + self.drafts)), fields),)
 
     def has_indexer(self, layer: int) -> bool:
         """The layer that drafts has one of its own."""

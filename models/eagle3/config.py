@@ -53,8 +53,6 @@ def with_drafter(facts: ModelFacts, fields: Fields) -> ModelFacts:
     if not fields.has(SECTION):
         return facts
     section = fields.section(SECTION)
-    if "eagle3" not in facts.__struct_fields__:  # type: ignore[attr-defined]  # all are Structs
-        raise section.error("config", f"none: no EAGLE-3 drafter is served with {facts.architecture}")
     config = parse(section.section("config"), section.raw.get("tensors") or (), facts)
     with_it: ModelFacts = structs.replace(facts, eagle3=config)  # type: ignore[type-var]
     with_it.cache_spec("float32")  # which has to have room for it
@@ -135,10 +133,12 @@ def with_rows(spec: CacheSpec, config: Eagle3Config | None, layer: int, dtype: s
     layers of the model look back a window only."""
     if config is None:
         return spec
-    first, *rest = spec
-    if first.kind != "paged":
+    at = next((at for at, group in enumerate(spec) if group.kind != "state"), None)
+    if at is None or spec[at].kind != "paged":
         raise ValueError("an EAGLE-3 drafter needs a model with a layer that attends to everything")
+    first = spec[at]
     own = [field if field.layers is not None else field._replace(layers=first.layers) for field in first.fields]
     shape = (config.num_kv_heads, config.head_dim)
     own += [Field(name, shape, dtype, (layer,)) for name in ("draft_key", "draft_value")]
-    return (first._replace(layers=(*first.layers, layer), fields=tuple(own)), *rest)
+    with_it = first._replace(layers=(*first.layers, layer), fields=tuple(own))
+    return (*spec[:at], with_it, *spec[at + 1 :])

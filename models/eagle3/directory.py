@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from layers.identity import DRAFTER_FILES, CheckpointError, identify
 from layers.safetensors_sizes import tensor_sizes
@@ -20,11 +21,7 @@ _CONFIG = "config.json"
 def model_directory(model: Path, drafter: Path, root: Path) -> Path:
     """Of these two directories; under `root`, if it is not there yet. Raises ConfigError or CheckpointError, one line,
     where one of them has no config.json, or the drafter no weights in safetensors files."""
-    config, drafts = (Fields.from_file(place / _CONFIG).raw for place in (model, drafter))
-    weights = sorted(drafter.glob("*.safetensors"))
-    if not weights:
-        raise CheckpointError(f"{drafter}: no *.safetensors file in this directory, which is to have a drafter")
-    tensors = [key for file in weights for key, _, _ in tensor_sizes(file)]
+    config = with_section(Fields.from_file(model / _CONFIG).raw, drafter)
     key = json.dumps([str(model.resolve()), identify(model), str(drafter.resolve()), identify(drafter)])
     directory = root / f"{model.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if (directory / _CONFIG).is_file():
@@ -37,14 +34,32 @@ def model_directory(model: Path, drafter: Path, root: Path) -> Path:
             for file in model.iterdir():
                 if file.is_file() and file.name != _CONFIG:
                     (made / file.name).symlink_to(file.resolve())
-            for file in weights:
+            for file in drafter.glob("*.safetensors"):
                 (made / f"{DRAFTER_FILES}{file.name}").symlink_to(file.resolve())
-            section = {"config": drafts, "tensors": tensors}
-            (made / _CONFIG).write_text(json.dumps({**config, SECTION: section}), encoding="utf-8")
+            (made / _CONFIG).write_text(json.dumps(config), encoding="utf-8")
             _put(made, directory)
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot be written: {error.strerror}") from None
     return directory
+
+
+def with_section(config: dict[str, Any], drafter: Path) -> dict[str, Any]:
+    """The fields of a model's config.json, and what is said of the drafter in this directory. Raises as
+    `model_directory`."""
+    drafts = Fields.from_file(drafter / _CONFIG).raw
+    tensors = [key for key, _, _ in _tensors(drafter)]
+    if not tensors:
+        raise CheckpointError(f"{drafter}: no *.safetensors file in this directory, which is to have a drafter")
+    return {**config, SECTION: {"config": drafts, "tensors": tensors}}
+
+
+def weight_bytes(drafter: Path) -> int:
+    """Of its files."""
+    return sum(size for _, _, size in _tensors(drafter))
+
+
+def _tensors(drafter: Path) -> list[tuple[str, str, int]]:
+    return [tensor for file in sorted(drafter.glob("*.safetensors")) for tensor in tensor_sizes(file)]
 
 
 def _put(made: Path, directory: Path) -> None:

@@ -71,21 +71,21 @@ class Eagle3(nn.Module):
         self.register_buffer("token_of", torch.zeros(count, 1, dtype=torch.int64, device=device))
         self.states: list[Tensor] = []
 
-    def keep(self, num_lanes: int, num_tokens: int) -> None:
+    def keep(self, num_parts: int, num_tokens: int) -> None:
         """From now on there is room for the states of steps of so many tokens."""
         like, shape = self.norm.weight, (len(self.config.layers), num_tokens, self.config.hidden_size)
-        self.states = [like.new_zeros(shape) for _ in range(num_lanes)]
+        self.states = [like.new_zeros(shape) for _ in range(num_parts)]
 
-    def note(self, layer: int, residual_TD: Tensor, lane: int) -> None:
+    def note(self, layer: int, residual_TD: Tensor, part: int) -> None:
         """The residual stream of a step at the start of this layer, or behind the last one."""
         if layer in self.config.layers and self.states:
-            copy(self.states[lane][self.config.layers.index(layer)][: len(residual_TD)], residual_TD)
+            copy(self.states[part][self.config.layers.index(layer)][: len(residual_TD)], residual_TD)
 
-    def noted(self, num_tokens: int, lane: int) -> Tensor:
+    def noted(self, num_tokens: int, part: int) -> Tensor:
         """[T, D]: the state of each token of the step that was computed last."""
         found: Tensor | None = None
         for number, projection in enumerate(self.projections):
-            state_TD = self.states[lane][number][:num_tokens]
+            state_TD = self.states[part][number][:num_tokens]
             part_TD = projection(self.state_norms[number](state_TD) if self.config.fc_norm else state_TD)
             found = part_TD if found is None else add(found, part_TD)
         assert found is not None

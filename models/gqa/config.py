@@ -11,14 +11,15 @@ from msgspec import Struct
 
 from cache.spec import CacheGroup, CacheSpec, Field
 from layers.rope_parameters import RopeParameters
-from models.eagle3.config import Eagle3Config, with_rows
+from models.eagle3.config import Eagle3Config
 from models.fields import Fields
 from models.gqa.families import ARCHITECTURES, Family
 from models.gqa.windows import NO_WINDOWS
 from models.key_names import PLAIN, KeyNames
 from models.quantization import check_quantization
 from models.router_config import RouterConfig
-from models.shared_fields import SharedFacts, context_limit, read_rope
+from models.shared_facts import SharedFacts
+from models.shared_fields import context_limit, read_rope
 
 
 class GqaConfig(SharedFacts, Struct, frozen=True):
@@ -71,7 +72,7 @@ class GqaConfig(SharedFacts, Struct, frozen=True):
     def mla_dims(self) -> None:
         return None
 
-    def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
+    def own_cache(self, dtype: str, fp8: bool) -> CacheSpec:
         """Keys and values of every layer: first of those that see everything, then of those with a window."""
         if fp8:
             raise ValueError(f"only latents (DeepSeek) can be kept in FP8, {self.architecture} has none")
@@ -82,7 +83,7 @@ class GqaConfig(SharedFacts, Struct, frozen=True):
         groups = [CacheGroup("paged", everything, fields)] if everything else []
         if self.window_layers:
             groups.append(CacheGroup("window", self.window_layers, fields, self.window))
-        return with_rows(tuple(groups), self.eagle3, self.num_layers, dtype)
+        return tuple(groups)
 
 
 def parse(raw: dict[str, Any], source: str, family: Family | None = None) -> GqaConfig:

@@ -53,9 +53,9 @@ class KimiLinearConfig(deepseek.DeepseekConfig, frozen=True):
     narrow_gates: bool = True
     lower_bound: float = 0.0
 
-    def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
+    def own_cache(self, dtype: str, fp8: bool) -> CacheSpec:
         """The latents of the layers with full attention; of the others what models/delta_cache.py says."""
-        (paged,) = super().cache_spec(dtype, fp8)
+        (paged,) = super().own_cache(dtype, fp8)
         linear_layers = tuple(layer for layer in range(self.num_layers) if layer not in self.full_layers)
         size = self.linear_heads * self.linear_dim
         sizes = self.conv_taps, 3 * size, (self.linear_heads, self.linear_dim, self.linear_dim), size

@@ -52,9 +52,9 @@ class Qwen3NextConfig(gqa.GqaConfig, frozen=True):
     grouped_keys: bool = False
     kept_drafts: int = 0
 
-    def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
+    def own_cache(self, dtype: str, fp8: bool) -> CacheSpec:
         """Keys and values of the layers with full attention; of the others what models/delta_cache.py says."""
-        (paged,) = super().cache_spec(dtype, fp8)
+        (paged,) = super().own_cache(dtype, fp8)
         linear_layers = tuple(layer for layer in range(self.num_layers) if layer not in self.full_layers)
         channels = 2 * self.linear_key_heads * self.linear_key_dim + self.linear_value_heads * self.linear_value_dim
         state = self.linear_value_heads, self.linear_key_dim, self.linear_value_dim

@@ -108,7 +108,7 @@ def test_what_the_client_expects(output: list[int], drafts: list[int]) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({}, "method must be one of prediction, ngram, suffix, mtp, none"),
+        ({}, "method must be one of prediction, ngram, suffix, mtp, eagle3, none"),
         ({"method": "eagle"}, "method must be one of"),
         ({"method": "ngram", "k": 3}, "unknown field 'k'"),
         ({"method": "ngram", "num_speculative_tokens": 17}, "num_speculative_tokens must be an integer from 1 to 16"),

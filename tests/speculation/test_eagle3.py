@@ -4,6 +4,7 @@ those without drafts."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,21 @@ import deepseek_tiny
 import hf_tiny
 import pytest
 import torch
+from amounts import examples
 from eagle3_parts import Drafter
 from hf_tiny import HfModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from overlapped import SPLIT
 from rank_parts import Job, drive, mailbox_ranks, make_plan
+from survivors import Survivors, tight
 from test_mtp import PROMPTS, drafted
 
+from configs.engine import EngineConfig
 from configs.speculation import SpeculativeConfig
+from dbo.steps import drain, weave
 from engine.build import build_rank
+from engine.plan import make_plan as plan_of
 from models.eagle3.directory import model_directory
 
 pytestmark = pytest.mark.speculation
@@ -27,7 +36,11 @@ KINDS: dict[str, tuple[Callable[..., HfModel], tuple[int, ...], dict[str, Any]]]
     "own head": (hf_tiny.make_qwen3_moe, (0, 1, 2), {"few": 40}),
     "the model's": (hf_tiny.make_llama, (1, 2), {"norm_output": True}),
     "speculators": (hf_tiny.make_qwen3, (1,), {"few": 50, "prefix": "layers.0", "fc_norm": True}),
-    "latents": (deepseek_tiny.make_v3, (1, 3), {"few": 60, "norm_before_residual": True}),
+    "states": (hf_tiny.make_qwen3_next, (1, 2), {"few": 40}),
+    "states and latents": (hf_tiny.make_kimi_linear, (1, 2), {"few": 40}),
+    "indexer": (partial(deepseek_tiny.make_v32, n_routed_experts=8), (1, 3), {"norm_before_residual": True}),
+    "windows": (hf_tiny.make_gpt_oss, (0, 2), {"few": 40}),
+    "latents": (partial(deepseek_tiny.make_v3, n_routed_experts=8), (1, 3), {"few": 60, "norm_before_residual": True}),
 }
 
 
@@ -70,3 +83,109 @@ def test_streams_with_it(tmp_path: Path, kind: str, size: int) -> None:
     for rank in ranks:
         rank._scheduler.kv.check([])
         rank.close()
+
+
+def test_steps_in_two_parts(tmp_path: Path) -> None:
+    """Each part keeps what the layer sees of it."""
+    hf, drafter, path = made(tmp_path, "own head")
+    plan = {"speculation": config_of(tmp_path), "slots_per_rank": 8, "dbo": SPLIT, "cudagraph_mode": "none"}
+    ranks = mailbox_ranks(path, 2, **plan)
+    ranks[0].submit(Job(PROMPTS[2], 12).message(0))
+    model = ranks[0]._scheduler.speculation._model
+    assert model is not None
+    tokens, found = list(PROMPTS[2]), 0
+    while ranks[0].has_work:
+        for output in drain(weave(*(rank.steps() for rank in ranks)))[0]:
+            tokens += output.new_token_ids
+            if output.finish_reason is None:
+                assert model._drafts[0][1] == drafter.drafts(tokens[:-1], 4)
+                found += 1
+    assert found > 3 and tokens[30:] == hf.greedy(PROMPTS[2], 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["own head", "latents"])
+def test_kills_at_any_moment(tmp_path_factory: pytest.TempPathFactory, kind: str) -> None:
+    """Steps that a kill has broken off go on in the middle, where some of what the layer sees is gone."""
+    folder = tmp_path_factory.mktemp("eagle3")
+    hf, _, path = made(folder, kind)
+    jobs = [Job(prompt[:14], 12 + index) for index, prompt in enumerate(PROMPTS)]
+    plain = build_rank(make_plan(hf.path, max_num_seqs=1))
+    expected = {index: got.tokens for index, got in enumerate(drive([plain], jobs))}
+
+    @settings(max_examples=examples(8), deadline=None)
+    @given(st.data())
+    def endure(data: st.DataObject) -> None:
+        config = config_of(folder)
+        cluster = Survivors(path, 3, slots_per_rank=8, max_model_len=36, speculation=config, **tight(data, 9))
+        cluster.endure(jobs, data)
+        assert cluster.released == expected
+
+    endure()
+
+
+def test_one_checkpoint_of_two(tmp_path: Path) -> None:
+    """What is planned is of both; a changed drafter is another one."""
+    hf, drafter, _ = made(tmp_path, "own head")
+    config = EngineConfig(
+        model=str(hf.path), speculative_config={"method": "eagle3", "model": str(tmp_path / "drafter")}
+    )
+    plan = plan_of(config)
+    assert plan.speculation is not None and "drafts" in plan.reasons["speculation"]
+    assert {"eagle3.model.safetensors", "model.safetensors"} <= plan.checkpoint.keys()
+    assert plan_of(config).model_path == plan.model_path != plan_of(EngineConfig(model=str(hf.path))).model_path
+    rank = build_rank(plan)
+    drive([rank], [Job(PROMPTS[0], 5)])
+    assert rank.stats.spec_drafts
+    rank.close()
+    drafter.own["fc.weight"] *= 2
+    drafter.write(tmp_path / "drafter")
+    assert plan_of(config).model_path != plan.model_path
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"hidden_size": 48}, "eagle3.config.hidden_size: expected 32, which the model has"),
+        ({"vocab_size": 7}, "eagle3.config.vocab_size: expected"),
+        ({"num_hidden_layers": 2}, "eagle3.config.num_hidden_layers: expected 1"),
+        ({"norm_before_fc": True}, "eagle3.config.norm_before_fc: expected null or false"),
+        ({"parallel_drafting": True}, "eagle3.config.parallel_drafting: expected null or false"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 9]}, "eagle_aux_hidden_state_layer_ids: expected numbers of layers"),
+        ({"draft_vocab_size": 1000}, "eagle3.config.draft_vocab_size: expected at most"),
+        ({"architectures": ["LlamaForCausalLM"]}, "eagle3.config.architectures: expected"),
+        ({"speculators_model_type": "peagle"}, "eagle3.config.speculators_model_type: expected"),
+    ],
+)
+def test_what_does_not_fit(tmp_path: Path, change: dict[str, Any], error: str) -> None:
+    hf, drafter, _ = made(tmp_path, "own head")
+    drafter.write(tmp_path / "drafter", **change)
+    config = {"method": "eagle3", "model": str(tmp_path / "drafter")}
+    with pytest.raises(ValueError, match=error) as caught:
+        plan_of(EngineConfig(model=str(hf.path), speculative_config=config))
+    assert "\n" not in str(caught.value)
+
+
+def test_without_a_drafter(tmp_path: Path) -> None:
+    for asked, error in (
+        ({"method": "eagle3"}, "model must be the directory of the drafter of method eagle3, not ''"),
+        ({"method": "mtp", "model": "here"}, "model must be the directory of the drafter of method eagle3, not 'here'"),
+        ({"method": "eagle3", "model": str(tmp_path / "none")}, "none"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            plan_of(EngineConfig(speculative_config=asked))
+
+
+def test_a_model_that_looks_back_a_window_only(tmp_path: Path) -> None:
+    hf = hf_tiny.make_mistral(tmp_path / "model", sliding_window=8)
+    config = {"method": "eagle3", "model": str(Drafter(hf, (1, 2)).write(tmp_path / "drafter"))}
+    with pytest.raises(ValueError, match="needs a model with a layer that attends to everything"):
+        plan_of(EngineConfig(model=str(hf.path), speculative_config=config))
+
+
+def test_a_token_that_the_model_has_not(tmp_path: Path) -> None:
+    hf, drafter, _ = made(tmp_path, "own head")
+    drafter.own["d2t"][3] = 1 << 20
+    path = model_directory(hf.path, drafter.write(tmp_path / "drafter"), tmp_path / "others")
+    with pytest.raises(ValueError, match=r"eagle3.d2t: a token that is not below the model's"):
+        build_rank(make_plan(path, speculation=config_of(tmp_path)))

@@ -60,8 +60,8 @@ def differences(theirs: Plan, ours: Plan) -> list[str]:
 
 
 def _shared(plan: Plan) -> dict[str, object]:
-    """Where a machine remembers what it has measured is its own business too."""
+    """Where a machine remembers what it has measured, and has what drafts, is its own business too."""
     dbo = None if plan.dbo is None else structs.replace(plan.dbo, memory="")
-    speculation = None if plan.speculation is None else structs.replace(plan.speculation, memory="")
+    speculation = None if plan.speculation is None else structs.replace(plan.speculation, memory="", model="")
     values: dict[str, object] = msgspec.to_builtins(structs.replace(plan, dbo=dbo, speculation=speculation))
     return {name: value for name, value in values.items() if name not in OWN}

@@ -142,7 +142,8 @@ class Eagle3(nn.Module):
         """Fill everything, from what the drafter's checkpoint calls so."""
         model = f"{DRAFTER_FILES}model."
         prefix = model if any(name.startswith(model) for name in source.names()) else DRAFTER_FILES
-        layer = next(prefix + name for name in _LAYER_NAMES if _has_layer(source, prefix + name))
+        named = [name for name in _LAYER_NAMES if source.has(f"{prefix}{name}hidden_norm.weight")]
+        layer = prefix + (named or _LAYER_NAMES)[0]
         pairs = [
             (f"{layer}input_layernorm", self.embedding_norm.weight),
             (f"{layer}hidden_norm", self.hidden_norm.weight),
@@ -192,7 +193,3 @@ class Eagle3(nn.Module):
         if not ((tokens >= 0) & (tokens < self.config.vocab_size)).all():
             raise ValueError(f"{name}: a token that is not below the model's {self.config.vocab_size}")
         self.token_of[:, 0] = tokens
-
-
-def _has_layer(source: WeightSource, prefix: str) -> bool:
-    return source.has(f"{prefix}hidden_norm.weight")

@@ -19,13 +19,15 @@ THETA = 5000.0
 class Drafter(nn.Module):
     """Parameters have the names of a checkpoint. Linear weights are [out, in]."""
 
-    def __init__(self, hf: HfModel, layers: tuple[int, ...], few: int = 0, prefix: str = "midlayer", **more: Any):
-        """few: so many tokens has its head; 0: as many as the model, and its head is the model's. more: of its
-        config."""
+    def __init__(
+        self, hf: HfModel, layers: tuple[int, ...], few: int = 0, prefix: str = "midlayer", under: str = "", **more: Any
+    ):
+        """few: so many tokens has its head; 0: as many as the model, and its head is the model's. under: in
+        front of all names but those of the head. more: of its config."""
         super().__init__()
         config = hf.model.config
         self.main, size, vocabulary = [hf.model], config.hidden_size, config.vocab_size
-        self.layers, self.more, self.prefix = layers, more, prefix
+        self.layers, self.more, self.prefix, self.under = layers, more, prefix, under
         shapes = {
             "fc.weight": (size, len(layers) * size),
             "norm.weight": (size,),
@@ -68,7 +70,9 @@ class Drafter(nn.Module):
             raw = {**outer, "speculators_model_type": "eagle3", "transformer_layer_config": inner}
         path.mkdir(exist_ok=True)
         (path / "config.json").write_text(json.dumps({**raw, **change}))
-        save_file({name: tensor.contiguous() for name, tensor in self.own.items()}, path / "model.safetensors")
+        outside = ("lm_head.weight", "d2t", "t2d")
+        named = {name if name in outside else self.under + name: tensor for name, tensor in self.own.items()}
+        save_file({name: tensor.contiguous() for name, tensor in named.items()}, path / "model.safetensors")
         return path
 
     def drafts(self, tokens: list[int], count: int) -> list[int]:

@@ -39,7 +39,7 @@ KINDS: dict[str, tuple[Callable[..., HfModel], tuple[int, ...], dict[str, Any]]]
     "states": (hf_tiny.make_qwen3_next, (1, 2), {"few": 40}),
     "states and latents": (hf_tiny.make_kimi_linear, (1, 2), {"few": 40}),
     "indexer": (partial(deepseek_tiny.make_v32, n_routed_experts=8), (1, 3), {"norm_before_residual": True}),
-    "windows": (hf_tiny.make_gpt_oss, (0, 2), {"few": 40}),
+    "windows": (hf_tiny.make_gpt_oss, (0, 2), {"few": 40, "under": "model."}),
     "latents": (partial(deepseek_tiny.make_v3, n_routed_experts=8), (1, 3), {"few": 60, "norm_before_residual": True}),
 }
 
@@ -67,6 +67,9 @@ def test_drafts_are_those_of_the_formulas(tmp_path: Path, kind: str, graphs: str
         rank.submit(Job(prompt, 12).message(0))
         for tokens, drafts in drafted(rank, prompt):
             assert drafts == drafter.drafts(tokens[:-1], 4)
+        passes = rank._runner._passes
+        assert passes is not None and bool(passes._captures) == (graphs != "none")
+        assert not any(capture._refused for capture in passes._captures.values())
         rank.close()
 
 
@@ -181,6 +184,14 @@ def test_a_model_that_looks_back_a_window_only(tmp_path: Path) -> None:
     config = {"method": "eagle3", "model": str(Drafter(hf, (1, 2)).write(tmp_path / "drafter"))}
     with pytest.raises(ValueError, match="needs a model with a layer that attends to everything"):
         plan_of(EngineConfig(model=str(hf.path), speculative_config=config))
+
+
+def test_a_checkpoint_without_the_layer(tmp_path: Path) -> None:
+    hf, drafter, _ = made(tmp_path, "own head")
+    del drafter.own["midlayer.hidden_norm.weight"]
+    path = model_directory(hf.path, drafter.write(tmp_path / "drafter"), tmp_path / "others")
+    with pytest.raises(ValueError, match=r"eagle3\.midlayer\.hidden_norm\.weight"):
+        build_rank(make_plan(path, speculation=config_of(tmp_path)))
 
 
 def test_a_token_that_the_model_has_not(tmp_path: Path) -> None:

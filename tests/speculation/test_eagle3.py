@@ -69,7 +69,8 @@ def test_drafts_are_those_of_the_formulas(tmp_path: Path, kind: str, graphs: str
             assert drafts == drafter.drafts(tokens[:-1], 4)
         passes = rank._runner._passes
         assert passes is not None and bool(passes._captures) == (graphs != "none")
-        assert not any(capture._refused for capture in passes._captures.values())
+        refused = any(capture._refused for capture in passes._captures.values())
+        assert not refused or "states" in kind, "a verification of layers with states has no graph"
         rank.close()
 
 

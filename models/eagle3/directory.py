@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from layers.identity import DRAFTER_FILES, CheckpointError, identify
 from layers.safetensors_sizes import tensor_sizes
 from models.eagle3.config import SECTION
 from models.fields import Fields
+from models.made_directory import made_directory
 
 _CONFIG = "config.json"
 
@@ -24,23 +23,16 @@ def model_directory(model: Path, drafter: Path, root: Path) -> Path:
     config = with_section(Fields.from_file(model / _CONFIG).raw, drafter)
     key = json.dumps([str(model.resolve()), identify(model), str(drafter.resolve()), identify(drafter)])
     directory = root / f"{model.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    if (directory / _CONFIG).is_file():
-        return directory
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root) as scratch:
-            made = Path(scratch) / "made"
-            made.mkdir()
-            for file in model.iterdir():
-                if file.is_file() and file.name != _CONFIG:
-                    (made / file.name).symlink_to(file.resolve())
-            for file in drafter.glob("*.safetensors"):
-                (made / f"{DRAFTER_FILES}{file.name}").symlink_to(file.resolve())
-            (made / _CONFIG).write_text(json.dumps(config), encoding="utf-8")
-            _put(made, directory)
-    except OSError as error:
-        raise CheckpointError(f"{directory}: cannot be written: {error.strerror}") from None
-    return directory
+
+    def fill(made: Path) -> None:
+        for file in model.iterdir():
+            if file.is_file() and file.name != _CONFIG:
+                (made / file.name).symlink_to(file.resolve())
+        for file in drafter.glob("*.safetensors"):
+            (made / f"{DRAFTER_FILES}{file.name}").symlink_to(file.resolve())
+        (made / _CONFIG).write_text(json.dumps(config), encoding="utf-8")
+
+    return made_directory(directory, _CONFIG, fill)
 
 
 def with_section(config: dict[str, Any], drafter: Path) -> dict[str, Any]:
@@ -60,12 +52,3 @@ def weight_bytes(drafter: Path) -> int:
 
 def _tensors(drafter: Path) -> list[tuple[str, str, int]]:
     return [tensor for file in sorted(drafter.glob("*.safetensors")) for tensor in tensor_sizes(file)]
-
-
-def _put(made: Path, directory: Path) -> None:
-    """Another process may have made the same meanwhile."""
-    try:
-        os.rename(made, directory)
-    except OSError:
-        if not (directory / _CONFIG).is_file():
-            raise

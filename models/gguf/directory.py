@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import struct
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from models.fields import ConfigError
 from models.gguf.config import Metadata, config_json
 from models.gguf.names import places
 from models.gguf.tokenizer import tokenizer_files
+from models.made_directory import made_directory
 
 _WRITER = 2  # of what is made of a file
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -52,22 +51,14 @@ def model_directory(path: Path, root: Path) -> Path:
     parts = _parts(path)
     key = " ".join((str(_WRITER), *(_identity(part, number, len(parts)) for number, part in enumerate(parts))))
     directory = root / f"{parts[0].stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    if (directory / GGUF_INDEX).is_file():
-        return directory
-    files = _files(parts)
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root) as scratch:
-            made = Path(scratch) / "made"
-            made.mkdir()
-            for name, content in files.items():
-                (made / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-            for part in parts:
-                (made / part.name).symlink_to(part.resolve())
-            _put(made, directory)
-    except OSError as error:
-        raise CheckpointError(f"{directory}: cannot be written: {error.strerror}") from None
-    return directory
+
+    def fill(made: Path) -> None:
+        for name, content in _files(parts).items():
+            (made / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        for part in parts:
+            (made / part.name).symlink_to(part.resolve())
+
+    return made_directory(directory, GGUF_INDEX, fill)
 
 
 def _identity(part: Path, number: int, count: int) -> str:
@@ -78,15 +69,6 @@ def _identity(part: Path, number: int, count: int) -> str:
     except OSError as error:
         raise CheckpointError(f"{part}: cannot be read: {error.strerror}") from None
     return f"{part.resolve()} {said.st_size} {said.st_mtime_ns}"
-
-
-def _put(made: Path, directory: Path) -> None:
-    """Another process may have made the same meanwhile."""
-    try:
-        os.rename(made, directory)
-    except OSError:
-        if not (directory / GGUF_INDEX).is_file():
-            raise
 
 
 def _files(parts: list[Path]) -> dict[str, dict[str, Any]]:

@@ -1,9 +1,10 @@
 """What drafts bring over HTTP: two servers of one model, with drafts and without, measured in turns by the same requests.
 
-    python benchmarks/bench_speculation.py [--model DIR] [--cases mtp,prediction,ngram,editing,edited] [--streams 1,8,64]
-                                           [--tokens 160] [--repeats 3] [--drafts N] [--options WORDS] [--picture FILE] [--json]
+    python benchmarks/bench_speculation.py [--model DIR] [--cases mtp,eagle3,prediction,ngram,editing,edited] [--streams 1,8,64]
+                                           [--drafter DIR] [--tokens 160] [--repeats 3] [--drafts N] [--options WORDS] [--picture FILE] [--json]
 
-mtp: stories of the model's own making, where its MTP layer drafts. prediction: a text is to come again with a tenth of its words
+mtp: stories of the model's own making, where its MTP layer drafts. eagle3: the same with an EAGLE-3 drafter (--drafter; of the
+embedded model there is one in tests/speculation/drafter). prediction: a text is to come again with a tenth of its words
 changed, and the request says what it expects (the changed text is what a model would edit; the tokens are the model's).
 ngram: text that repeats itself. editing: the model is asked to write a text again with another name in it, and drafts come from the
 text that it was given (method ngram); edited: the same with that text as the request's prediction. Both want a model that follows
@@ -44,6 +45,7 @@ STORY = (
 )
 REST_CORES, REST_SECONDS = 0.3, 20.0
 NAMES = ("Max", "Sam", "Ben", "Leo", "Jack", "Peter", "Paul", "Mark")
+DRAFTER = Path(__file__).parents[1] / "tests" / "speculation" / "drafter"
 METHODS = {"editing": "ngram", "edited": "prediction"}  # of cases that are not called as they are
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
@@ -177,6 +179,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--drafts", type=int)
+    parser.add_argument("--drafter", type=Path, default=DRAFTER)
     parser.add_argument("--options", default="", help='such as "--dtype float32 --data-parallel-size 1"')
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--json", action="store_true")
@@ -188,6 +191,7 @@ def main() -> None:
     for case in options.cases.split(","):
         config: dict[str, Any] = {
             "method": METHODS.get(case, case),
+            **({"model": str(options.drafter)} if case == "eagle3" else {}),
             **({"prompt_lookup_max": 3, "prompt_lookup_min": 2} if METHODS.get(case, case) == "ngram" else {}),
         }
         if options.drafts:

@@ -56,6 +56,7 @@ LONG = {
         "--json --ranks 2 --mib 1 --rows 1 --hidden 64 --between 1 --rounds 1",
         ("ranks", "mib", "rows", "own_ms", "shared_ms", "ratio"),
     ),
+    "train_eagle3.py": Small("--out {out} --minutes 0.01 --stories 8", ("steps", "right")),
     "bench_draws.py": Small("--draws 500 --batch 1 --vocab 2048 --repeats 1", ()),
     "bench_duel.py": Small("ours --threads 1", ("median", "least"), asked='{"tokens": 1}\n'),
     "sign_overhead.py": Small("--json --streams 1 --rounds 2", ("step_us", "extra_us", "calls")),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
@@ -14,11 +16,13 @@ from survivors import Survivors, tight
 from configs.speculation import SpeculativeConfig
 from engine.build import build_rank
 from engine.rank import Rank
+from models.eagle3.directory import model_directory
 from models.tiny import CHECKPOINT
 
+DRAFTER = Path(__file__).parents[1] / "speculation" / "drafter"  # of the embedded model: benchmarks/train_eagle3.py
 METHODS = st.builds(
     SpeculativeConfig,
-    method=st.sampled_from(["prediction", "ngram", "suffix", "mtp"]),
+    method=st.sampled_from(["prediction", "ngram", "suffix", "mtp", "eagle3"]),
     num_speculative_tokens=st.integers(1, 5),
     prompt_lookup_min=st.just(1),
     prompt_lookup_max=st.just(3),
@@ -33,6 +37,13 @@ EDITS = {
 }  # fmt: skip
 STEM = [1, 300, 412, 250, 611, 300, 412, 250, 611, 300, 412]
 SIZES: dict[str, Any] = {"max_model_len": 36}
+
+
+def served(speculation: SpeculativeConfig | None) -> Path:
+    """The embedded model, with its drafter where that drafts."""
+    if speculation is None or speculation.method != "eagle3":
+        return CHECKPOINT
+    return model_directory(CHECKPOINT, DRAFTER, Path(tempfile.gettempdir()) / "moesaic-drafters")
 
 
 def undrafted(jobs: Sequence[Job], **plan: Any) -> dict[int, list[int]]:
@@ -86,10 +97,11 @@ class Streams:
         arrivals = data.draw(st.lists(st.integers(0, 12), min_size=count, max_size=count), "arrivals")
         for index, (job, at) in enumerate(zip(jobs, arrivals, strict=True)):
             job.arrive, job.abort = at, at + 5 if index in aborted else None
+        path = served(plan["speculation"])
         if data.draw(st.booleans(), "alone"):
-            ranks = [build_rank(make_plan(CHECKPOINT, **plan))]
+            ranks = [build_rank(make_plan(path, **plan))]
         else:
-            ranks = mailbox_ranks(CHECKPOINT, 2, **plan, dbo=data.draw(st.sampled_from(OFTEN)))
+            ranks = mailbox_ranks(path, 2, **plan, dbo=data.draw(st.sampled_from(OFTEN)))
         for index, got in enumerate(drive(ranks, jobs)):
             whole = self.expected[index]
             assert got.tokens == whole if index not in aborted else got.tokens == whole[: len(got.tokens)]
@@ -98,7 +110,9 @@ class Streams:
 
     def endure(self, data: st.DataObject, **plan: Any) -> None:
         """They get these tokens though ranks die and come back."""
-        cluster = Survivors(CHECKPOINT, 3, slots_per_rank=16, **{**self.plan, **tight(data, 9), **plan})
+        cluster = Survivors(
+            served(plan.get("speculation")), 3, slots_per_rank=16, **{**self.plan, **tight(data, 9), **plan}
+        )
         cluster.endure(self.foretold(), data)
         assert cluster.released == self.expected
         for rank in cluster.ranks.values():

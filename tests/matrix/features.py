@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from configs.eplb import EplbConfig
@@ -78,7 +79,9 @@ OFTEN = EplbConfig(window_size=8, memory_steps=4, reweight_interval=2, move_inte
 PENALTIES = {"presence_penalty": 0.3, "frequency_penalty": 0.3, "repetition_penalty": 1.1, "min_tokens": 30}
 DBO = {"enable_dbo": "on", "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 8}
 
+DRAFTER = Path(__file__).parents[1] / "speculation" / "drafter"  # made by benchmarks/train_eagle3.py
 MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+EAGLE3 = {"method": "eagle3", "model": str(DRAFTER), "num_speculative_tokens": 3, "adaptive": False}
 NGRAM = {
     "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2, "adaptive": False
 }  # fmt: skip
@@ -111,6 +114,7 @@ FEATURES: dict[str, Feature] = {
         {"enable_eplb": True, "eplb": OFTEN, "num_redundant_experts": 16}, ranks=2, seen=lambda seen: seen.reweights > 0
     ),
     "MTP drafts": Feature({"speculative_config": MTP}, place="drafts", seen=lambda seen: seen.drafted > 0),
+    "EAGLE-3 drafts": Feature({"speculative_config": EAGLE3}, place="drafts", seen=lambda seen: seen.drafted > 0),
     "n-gram drafts": Feature({"speculative_config": NGRAM}, place="drafts", seen=lambda seen: seen.drafted > 0),
     "FP8 rows": Feature({"dispatch_dtype": "fp8"}, ranks=2, own=True),
     "shared memory": Feature({"all2all_backend": "shm"}, ranks=2, place="exchange"),

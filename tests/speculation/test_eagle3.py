@@ -13,10 +13,12 @@ import hf_tiny
 import pytest
 import torch
 from amounts import examples
+from drafting import DRAFTER
 from eagle3_parts import Drafter
 from hf_tiny import HfModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from overlapped import SPLIT
 from rank_parts import Job, drive, mailbox_ranks, make_plan
 from survivors import Survivors, tight
@@ -28,6 +30,7 @@ from dbo.steps import drain, weave
 from engine.build import build_rank
 from engine.plan import make_plan as plan_of
 from models.eagle3.directory import model_directory
+from models.tiny import CHECKPOINT
 
 pytestmark = pytest.mark.speculation
 torch.set_num_threads(1)
@@ -126,6 +129,19 @@ def test_kills_at_any_moment(tmp_path_factory: pytest.TempPathFactory, kind: str
         assert cluster.released == expected
 
     endure()
+
+
+def test_most_drafts_of_a_trained_one_are_right() -> None:
+    """As many as training says that there are (benchmarks/train_eagle3.py)."""
+    plan = plan_of(EngineConfig(speculative_config={"method": "eagle3", "model": str(DRAFTER), "adaptive": False}))
+    rank = build_rank(structs.replace(plan, data_parallel_size=1))
+    prompt = [1, 300, 412, 250]
+    (got,) = drive([rank], [Job(prompt, 120, params={"ignore_eos": True})])
+    assert rank.stats.spec_accepted_per_pos[0] > 0.5 * rank.stats.spec_drafts
+    plain = build_rank(make_plan(CHECKPOINT, max_model_len=256, block_size=16))
+    assert got.tokens == drive([plain], [Job(prompt, 120, params={"ignore_eos": True})])[0].tokens
+    rank.close()
+    plain.close()
 
 
 def test_one_checkpoint_of_two(tmp_path: Path) -> None:

@@ -17,13 +17,14 @@ MAX_LOOKUP = 64
 DEFAULT_TOKENS = {"prediction": 7, "ngram": 5, "suffix": 7, "mtp": 4, "eagle3": 4}
 DEFAULT_LOOKUP = 5  # vLLM's
 DECIDED = ("memory", "whole")
+_SPLIT = "draft_tensor_parallel_size"  # vLLM's; every rank has all of a drafter
 
 
 class SpeculativeConfig(Struct, frozen=True, kw_only=True):
     """Names are those of vLLM's --speculative-config.
 
     method: where drafts come from, besides the predictions that requests bring; "prediction": from nowhere else.
-    model: the directory, or the name on the hub, of what drafts ("eagle3").
+    model: the directory, or the name on the hub, of what drafts ("eagle3", which it implies).
     num_speculative_tokens: most of a request in a step; fewer where that is measured to be faster, if adaptive.
     prompt_lookup_min, _max: tokens that have to occur again ("ngram"). suffix_decoding_*: see
     engine/speculation/suffix.py. memory: file of the times that were measured; "": they are not kept. whole: every
@@ -55,16 +56,17 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True):
 
 def parse_speculative_config(values: dict[str, Any], where: str = "speculative_config") -> SpeculativeConfig | None:
     """None: no drafts, as `{"method": "none"}` asks for. ValueError on one line that names the field and its limits."""
-    names = [field.name for field in structs.fields(SpeculativeConfig) if field.name not in DECIDED]
+    names = [field.name for field in structs.fields(SpeculativeConfig) if field.name not in DECIDED] + [_SPLIT]
     unknown = [name for name in values if name not in names]
     if unknown:
         raise ValueError(f"{where}: unknown field {unknown[0]!r:.100}; the fields are {', '.join(names)}")
-    method = values.get("method")
+    method = values.get("method", "eagle3" if values.get("model") else None)
     if isinstance(method, str) and method.endswith("_mtp"):  # what vLLM called it for each family
         method = "mtp"
     if method not in (*METHODS, NONE):
         raise ValueError(f"{where}: method must be one of {', '.join(METHODS)}, {NONE}, not {method!r:.100}")
-    given = {**values, "method": method}
+    _check_integer(where, values, _SPLIT, 1, 1)
+    given = {name: value for name, value in values.items() if name != _SPLIT} | {"method": method}
     model = given.get("model", "")
     if not isinstance(model, str) or bool(model) != (method == "eagle3"):
         raise ValueError(f"{where}: model must be the directory of the drafter of method eagle3, not {model!r:.100}")

@@ -117,6 +117,10 @@ def test_what_the_client_expects(output: list[int], drafts: list[int]) -> None:
         ({"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 3}, "must be at most prompt_lookup_max"),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, "a number from 0 to 1"),
         ({"method": "ngram", "adaptive": 1}, "adaptive must be true or false"),
+        (
+            {"model": "here", "draft_tensor_parallel_size": 2},
+            "draft_tensor_parallel_size must be an integer from 1 to 1",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(values: dict[str, Any], words: str) -> None:

@@ -25,7 +25,7 @@ from survivors import Survivors, tight
 from test_mtp import PROMPTS, drafted
 
 from configs.engine import EngineConfig
-from configs.speculation import SpeculativeConfig
+from configs.speculation import SpeculativeConfig, parse_speculative_config
 from dbo.steps import drain, weave
 from engine.build import build_rank
 from engine.plan import make_plan as plan_of
@@ -194,6 +194,11 @@ def test_without_a_drafter(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=error):
             plan_of(EngineConfig(speculative_config=asked))
+
+
+def test_as_vllm_is_asked_for_it() -> None:
+    config = parse_speculative_config({"model": "a/b", "draft_tensor_parallel_size": 1, "num_speculative_tokens": 2})
+    assert config == SpeculativeConfig(method="eagle3", model="a/b", num_speculative_tokens=2)
 
 
 def test_a_model_that_looks_back_a_window_only(tmp_path: Path) -> None:

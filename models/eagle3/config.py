@@ -23,10 +23,10 @@ ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 
 class Eagle3Config(Struct, frozen=True):
     """layers: at whose start it sees the model's residual stream, in order; the number of layers: behind the last.
-    norm_before_residual: its own residual stream begins with the norm of what it sees, not with that. fc_norm: each of
-    what it sees has a norm. norm_output: it drafts further from what its last norm gives, not from what went in.
-    own_embedding, own_head: its checkpoint has one; else it uses the model's. maps_tokens: its head's tokens are some
-    of the model's."""
+    norm_before_residual: its own residual stream begins with the norm of what it sees, not with that. norm_before_fc:
+    all that it sees has one norm, before it is projected; fc_norm: each of it has one. norm_output: it drafts further
+    from what its last norm gives, not from what went in. own_embedding, own_head: its checkpoint has one; else it uses
+    the model's. maps_tokens: its head's tokens are some of the model's."""
 
     hidden_size: int
     intermediate_size: int
@@ -40,6 +40,7 @@ class Eagle3Config(Struct, frozen=True):
     draft_vocab_size: int
     attention_bias: bool
     norm_before_residual: bool
+    norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
     own_embedding: bool
@@ -72,7 +73,6 @@ def parse(fields: Fields, tensors: Sequence[str], facts: ModelFacts) -> Eagle3Co
     inner.only("hidden_act", None, "silu")
     inner.only("mlp_bias", None, False)
     fields.only("parallel_drafting", None, False)
-    fields.only("norm_before_fc", None, False)
     for of_model, holder, name in (
         (facts.hidden_size, inner, "hidden_size"),
         (facts.hidden_size, fields, "target_hidden_size"),
@@ -90,6 +90,12 @@ def parse(fields: Fields, tensors: Sequence[str], facts: ModelFacts) -> Eagle3Co
     draft_vocab_size = fields.integer("draft_vocab_size", facts.vocab_size)
     if draft_vocab_size > facts.vocab_size:
         raise fields.error("draft_vocab_size", f"at most the model's {facts.vocab_size}")
+    residual_is_normed = fields.flag("norm_before_residual", by_default)
+    more = fields.section("eagle_config") if fields.has("eagle_config") else fields  # where some have the rest
+    more.only("use_aux_hidden_state", None, True)
+    before_fc = more.flag("norm_before_fc", fields.flag("norm_before_fc", False))
+    if before_fc and not residual_is_normed:
+        raise fields.error("norm_before_fc", "false where norm_before_residual is false")
     names = {name.removeprefix("model.") for name in tensors}
     if draft_vocab_size != facts.vocab_size and not {"lm_head.weight", "d2t"} <= names:
         raise fields.error("draft_vocab_size", f"{facts.vocab_size} of a checkpoint without lm_head.weight and d2t")
@@ -101,11 +107,12 @@ def parse(fields: Fields, tensors: Sequence[str], facts: ModelFacts) -> Eagle3Co
         head_dim=head_dim,
         rms_norm_eps=inner.positive("rms_norm_eps", 1e-6),
         rope=read_rope(inner, head_dim, inner.integer("max_position_embeddings", facts.max_position_embeddings)),
-        layers=_layers(fields, facts.num_layers),
+        layers=_layers(fields, more, facts.num_layers),
         vocab_size=facts.vocab_size,
         draft_vocab_size=draft_vocab_size,
         attention_bias=inner.flag("attention_bias", False),
-        norm_before_residual=fields.flag("norm_before_residual", by_default),
+        norm_before_residual=residual_is_normed,
+        norm_before_fc=before_fc,
         fc_norm=fields.flag("fc_norm", False),
         norm_output=fields.flag("norm_output", False),
         own_embedding="embed_tokens.weight" in names,
@@ -114,13 +121,10 @@ def parse(fields: Fields, tensors: Sequence[str], facts: ModelFacts) -> Eagle3Co
     )
 
 
-def _layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
+def _layers(fields: Fields, more: Fields, num_layers: int) -> tuple[int, ...]:
     """As vLLM counts them: the second, the middle one and the last but two, where nothing is said."""
-    name, holder = "eagle_aux_hidden_state_layer_ids", fields
-    if not fields.has(name) and fields.has("eagle_config"):
-        holder = fields.section("eagle_config")
-        holder.only("use_aux_hidden_state", None, True)
-        holder.only("norm_before_fc", None, False)
+    name = "eagle_aux_hidden_state_layer_ids"
+    holder = fields if fields.has(name) else more
     layers = tuple(sorted(set(holder.integers(name, (2, num_layers // 2, num_layers - 3)))))
     if not layers or not 0 <= layers[0] <= layers[-1] <= num_layers:
         raise holder.error(name, f"numbers of layers from 0 to {num_layers}")

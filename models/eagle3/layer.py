@@ -182,6 +182,10 @@ class Eagle3(nn.Module):
         size, count = self.config.hidden_size, len(self.projections)
         whole = self.norm.weight.new_empty(size, count * size)
         source.read(name, whole)
+        if self.config.norm_before_fc:  # of that norm, which the next one undoes, only the weight counts
+            weight = whole.new_empty(count * size)
+            source.read(name.replace("fc.", "input_norm."), weight)
+            whole *= weight
         for number, projection in enumerate(self.projections):
             projection.get_parameter("weight").copy_(whole[:, number * size : (number + 1) * size])
 

@@ -42,6 +42,8 @@ class Drafter(nn.Module):
             shapes |= {"lm_head.weight": (few, size), "embed_tokens.weight": (vocabulary, size)}
         if more.get("fc_norm"):
             shapes |= {f"fc_norm.{number}.weight": (size,) for number in range(len(layers))}
+        if more.get("norm_before_fc"):
+            shapes["input_norm.weight"] = (len(layers) * size,)
         torch.manual_seed(11)
         self.own = {name: torch.randn(shape) * shape[-1] ** -0.5 for name, shape in shapes.items()}
         for name in shapes:
@@ -85,7 +87,10 @@ class Drafter(nn.Module):
             chosen = [states[layer][0] for layer in self.layers]
             if self.more.get("fc_norm"):
                 chosen = [self._norm(f"fc_norm.{number}", state) for number, state in enumerate(chosen)]
-            hidden, found = torch.cat(chosen, -1) @ self.own["fc.weight"].T, list[int]()
+            seen = torch.cat(chosen, -1)
+            if self.more.get("norm_before_fc"):
+                seen = self._norm("input_norm", seen)
+            hidden, found = seen @ self.own["fc.weight"].T, list[int]()
             for _ in range(count):
                 given, normed = self._layer(torch.tensor(following), hidden)
                 head = self.own.get("lm_head.weight", main.lm_head.weight)

@@ -30,6 +30,8 @@ from dbo.steps import drain, weave
 from engine.build import build_rank
 from engine.plan import make_plan as plan_of
 from models.eagle3.directory import model_directory
+from models.gqa.config import GqaConfig
+from models.registry import read_config
 from models.tiny import CHECKPOINT
 
 pytestmark = pytest.mark.speculation
@@ -41,7 +43,11 @@ KINDS: dict[str, tuple[Callable[..., HfModel], tuple[int, ...], dict[str, Any]]]
     "speculators": (hf_tiny.make_qwen3, (1,), {"few": 50, "prefix": "layers.0", "fc_norm": True}),
     "states": (hf_tiny.make_qwen3_next, (1, 2), {"few": 40}),
     "states and latents": (hf_tiny.make_kimi_linear, (1, 2), {"few": 40}),
-    "indexer": (partial(deepseek_tiny.make_v32, n_routed_experts=8), (1, 3), {"norm_before_residual": True}),
+    "indexer": (
+        partial(deepseek_tiny.make_v32, n_routed_experts=8),
+        (1, 3),
+        {"norm_before_residual": True, "norm_before_fc": True},
+    ),
     "windows": (hf_tiny.make_gpt_oss, (0, 2), {"few": 40, "under": "model."}),
     "latents": (partial(deepseek_tiny.make_v3, n_routed_experts=8), (1, 3), {"few": 60, "norm_before_residual": True}),
 }
@@ -169,7 +175,9 @@ def test_one_checkpoint_of_two(tmp_path: Path) -> None:
         ({"hidden_size": 48}, "eagle3.config.hidden_size: expected 32, which the model has"),
         ({"vocab_size": 7}, "eagle3.config.vocab_size: expected"),
         ({"num_hidden_layers": 2}, "eagle3.config.num_hidden_layers: expected 1"),
-        ({"norm_before_fc": True}, "eagle3.config.norm_before_fc: expected null or false"),
+        ({"norm_before_fc": True}, "eagle3.config.norm_before_fc: expected false where norm_before_residual is false"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state: expected null or true"),
+        ({"eagle_config": {"norm_before_fc": True}}, "norm_before_fc: expected false where norm_before_residual"),
         ({"parallel_drafting": True}, "eagle3.config.parallel_drafting: expected null or false"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 9]}, "eagle_aux_hidden_state_layer_ids: expected numbers of layers"),
         ({"draft_vocab_size": 1000}, "eagle3.config.draft_vocab_size: expected at most"),
@@ -194,6 +202,19 @@ def test_without_a_drafter(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=error):
             plan_of(EngineConfig(speculative_config=asked))
+
+
+def test_where_it_may_say_what_it_sees(tmp_path: Path) -> None:
+    hf, drafter, _ = made(tmp_path, "own head")
+    nothing: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": None}
+    count = hf.model.config.num_hidden_layers
+    for change, layers in (
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 0]}}, (0, 2)),
+        ({}, tuple(sorted({2, count // 2, count - 3}))),
+    ):
+        path = model_directory(hf.path, drafter.write(tmp_path / "drafter", **nothing, **change), tmp_path / "others")
+        facts = read_config(path)
+        assert isinstance(facts, GqaConfig) and facts.eagle3 is not None and facts.eagle3.layers == layers
 
 
 def test_as_vllm_is_asked_for_it() -> None:

@@ -22,6 +22,7 @@ from msgspec import structs
 from overlapped import SPLIT
 from rank_parts import Job, drive, mailbox_ranks, make_plan
 from survivors import Survivors, tight
+from test_gguf import as_gguf
 from test_mtp import PROMPTS, drafted
 
 from configs.engine import EngineConfig
@@ -202,6 +203,20 @@ def test_without_a_drafter(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=error):
             plan_of(EngineConfig(speculative_config=asked))
+
+
+def test_beside_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOESAIC_CACHE_DIR", str(tmp_path / "cache"))
+    hf = hf_tiny.make_llama(tmp_path / "hf")
+    file = as_gguf(hf, "llama", tmp_path / "m.gguf")
+    drafter = Drafter(hf, (1, 2), few=40).write(tmp_path / "drafter")
+    found = []
+    for asked in ({"method": "none"}, {"method": "eagle3", "model": str(drafter), "adaptive": False}):
+        rank = build_rank(plan_of(EngineConfig(model=str(file), dtype="float32", speculative_config=asked)))
+        found.append([got.tokens for got in drive([rank], [Job(prompt, 20) for prompt in PROMPTS])])
+        assert bool(rank.stats.spec_drafts) == (asked["method"] == "eagle3")
+        rank.close()
+    assert found[0] == found[1]
 
 
 def test_where_it_may_say_what_it_sees(tmp_path: Path) -> None:

@@ -21,15 +21,16 @@ def model_directory(model: Path, drafter: Path, root: Path) -> Path:
     """Of these two directories; under `root`, if it is not there yet. Raises ConfigError or CheckpointError, one line,
     where one of them has no config.json, or the drafter no weights in safetensors files."""
     config = with_section(Fields.from_file(model / _CONFIG).raw, drafter)
-    key = json.dumps([str(model.resolve()), identify(model), str(drafter.resolve()), identify(drafter)])
+    files = sorted(file.absolute() for file in model.iterdir() if file.is_file() and file.name != _CONFIG)
+    drafts = sorted(file.absolute() for file in drafter.glob("*.safetensors"))
+    key = json.dumps([[str(file) for file in (*files, *drafts)], identify(model), identify(drafter)])
     directory = root / f"{model.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
     def fill(made: Path) -> None:
-        for file in model.iterdir():
-            if file.is_file() and file.name != _CONFIG:
-                (made / file.name).symlink_to(file.resolve())
-        for file in drafter.glob("*.safetensors"):
-            (made / f"{DRAFTER_FILES}{file.name}").symlink_to(file.resolve())
+        for file in files:
+            (made / file.name).symlink_to(file)
+        for file in drafts:
+            (made / f"{DRAFTER_FILES}{file.name}").symlink_to(file)
         (made / _CONFIG).write_text(json.dumps(config), encoding="utf-8")
 
     return made_directory(directory, _CONFIG, fill)

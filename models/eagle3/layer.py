@@ -38,7 +38,7 @@ _LAYER_NAMES = ("midlayer.", "layers.0.")  # the authors', and those of speculat
 
 class Eagle3(nn.Module):
     """index: the number of its layer, behind the model's. states: of what was computed last, [layers, most tokens, D],
-    for each part that a step may have; none before `keep`. token_of [draft vocabulary, 1]: the model's token of
+    for each part that a step may have; none before `keep`. token_of int64 [draft vocabulary, 1]: the model's token of
     each of the head's."""
 
     token_of: Tensor
@@ -102,7 +102,7 @@ class Eagle3(nn.Module):
         """[S, D], as models.base.CausalLM.draft_steps has it; hidden_TD is no longer what it was then."""
         yield from ()  # nothing of it is ever in flight
         mark()
-        (attend,) = (breaks.operation(self._attention, step, 1),)
+        attend = breaks.operation(self._attention, step, 1)
         embedded_TD = (self.embed or self._of_model[0])(step.token_ids_T)
         seen_TD = self.hidden_norm(hidden_TD)
         residual_TD = seen_TD if self.config.norm_before_residual else hidden_TD

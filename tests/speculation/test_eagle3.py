@@ -165,6 +165,9 @@ def test_one_checkpoint_of_two(tmp_path: Path) -> None:
     drive([rank], [Job(PROMPTS[0], 5)])
     assert rank.stats.spec_drafts
     rank.close()
+    before = plan.model_path
+    (hf.path / "chat_template.jinja").write_text("new")
+    assert plan_of(config).model_path != before and (Path(plan_of(config).model_path) / "chat_template.jinja").is_file()
     drafter.own["fc.weight"] *= 2
     drafter.write(tmp_path / "drafter")
     assert plan_of(config).model_path != plan.model_path

@@ -33,7 +33,6 @@ from models.eagle3.directory import weight_bytes, with_section
 from models.explain import explain_attention
 from models.facts import ModelFacts
 from models.fields import Fields
-from models.hub import located
 from models.quantization import is_fp8
 from models.registry import build, overridden, parse_config, read_fields, text_part
 from models.tiny import CHECKPOINT
@@ -77,20 +76,19 @@ def plan_cluster(config: EngineConfig, chip: str, installed: Callable[[str], boo
     """
     config = at_level(config)
     raw, source = _read(config.model, config.hf_overrides)
-    asked = drafter_of(config.speculative_config)
-    drafter = None if asked is None else located(asked, None, config.download_dir)
-    raw = raw if drafter is None else with_section(raw, drafter)
     facts = parse_config(raw, source)
+    parameters = count(facts)
+    drafter = drafter_of(config.speculative_config, config.download_dir)
+    if drafter is not None:
+        raw = with_section(raw, drafter)
+        facts = parse_config(raw, source)
     found = CHIPS[chip]
     gpu = Gpu.of(found)
     machine = machine_for(replace(config, device="cuda"), facts, gpu, installed)
-    parameters = count(facts)
     speculation, why = plan_speculation(config.speculative_config, facts, default_method(config.model, facts))
     if config.speculative_config is not None:
         facts = speculating(facts, speculation)
-    numbers = _numbers(config.model, raw, facts, count(facts))
-    if drafter is not None:
-        numbers = replace(numbers, weight_bytes=numbers.weight_bytes + weight_bytes(drafter))
+    numbers = _numbers(config.model, drafter, raw, facts, count(facts))
     plan = resolve(config, numbers, machine)
     plan = with_speculation(plan, config, speculation, why, read_env().cache_root)
     unknown = dict.fromkeys(
@@ -114,11 +112,15 @@ def _read(model: str | None, overrides: dict[str, Any]) -> tuple[dict[str, Any],
     return fields.raw, fields.source
 
 
-def _numbers(model: str | None, raw: dict[str, Any], facts: ModelFacts, parameters: Parameters) -> ModelNumbers:
-    """Of the checkpoint's files where there are any, else of the shapes."""
+def _numbers(
+    model: str | None, drafter: Path | None, raw: dict[str, Any], facts: ModelFacts, parameters: Parameters
+) -> ModelNumbers:
+    """Of the checkpoints' files where the model has any, else of the shapes."""
     path = CHECKPOINT if model is None else Path(model)
     if any(path.glob("*.safetensors")):
-        return model_numbers(path, model or EMBEDDED_NAME, facts)
+        numbers = model_numbers(path, model or EMBEDDED_NAME, facts)
+        more = 0 if drafter is None else weight_bytes(drafter)
+        return replace(numbers, weight_bytes=numbers.weight_bytes + more)
     fields = Fields(text_part(raw, str(model)), str(model))
     dtype: Dtype = "float32" if fields.raw.get("torch_dtype", fields.raw.get("dtype")) == "float32" else "bfloat16"
     size = 4 if dtype == "float32" else 2

@@ -85,9 +85,9 @@ def make_plan(
         path = model_directory(path, read_env().cache_root / "gguf")
     elif config.model:
         path = located(config.model, config.revision, config.download_dir)
-    drafter = drafter_of(config.speculative_config)
+    drafter = drafter_of(config.speculative_config, config.download_dir)
     if drafter is not None:
-        path = with_drafter(path, located(drafter, None, config.download_dir), read_env().cache_root / "drafters")
+        path = with_drafter(path, drafter, read_env().cache_root / "drafters")
     name = config.model or EMBEDDED_NAME
     files = identify(path)  # before anything is read of them
     facts = read_config(path, config.hf_overrides)

@@ -3,6 +3,8 @@ which layers have experts. Free of torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from cache.spec import CacheSpec
 from layers.rope_parameters import RopeParameters
 from models.eagle3.config import Eagle3Config, with_rows
@@ -20,14 +22,11 @@ class SharedFacts:
     drafts: bool
     whole_drafts: bool
     eagle3: Eagle3Config | None
+    own_cache: Callable[[str, bool], CacheSpec]  # (dtype, fp8): what the family keeps, as a method of its own
 
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
         """What the family keeps, and what a drafter does. Raises ValueError, as models.facts.ModelFacts."""
         return with_rows(self.own_cache(dtype, fp8), self.eagle3, self.num_layers, dtype)
-
-    def own_cache(self, dtype: str, fp8: bool) -> CacheSpec:
-        """What the family keeps."""
-        raise NotImplementedError
 
     @property
     def context_limit(self) -> int:

@@ -13,6 +13,7 @@ from configs.speculation import Method, SpeculativeConfig, parse_speculative_con
 from dbo.memory import file_of
 from engine.speculation.times import StepTimes
 from models.facts import ModelFacts, mtp_layers, takes_drafts, with_drafts, with_kept_drafts
+from models.hub import located
 from models.registry import read_config
 
 WHOLE_BYTES = 1 << 30  # of the experts of the layer that drafts in float32, where every rank has all of them
@@ -23,10 +24,13 @@ def default_method(model: str | None, facts: ModelFacts) -> Method:
     return "mtp" if model is None and mtp_layers(facts) else "prediction"
 
 
-def drafter_of(asked: dict[str, Any] | None) -> str | None:
-    """The checkpoint that is to draft; None: none of its own. ValueError, one line, where that cannot be."""
+def drafter_of(asked: dict[str, Any] | None, download_dir: str | None) -> Path | None:
+    """The directory of the checkpoint that is to draft; None: none of its own. ValueError, one line, where that cannot
+    be."""
     config = None if asked is None else parse_speculative_config(asked)
-    return None if config is None else config.model or None
+    if config is None or not config.model:
+        return None
+    return located(config.model, None, download_dir, what="drafter")
 
 
 def plan_speculation(

@@ -122,7 +122,7 @@ def parse(fields: Fields, tensors: Sequence[str], facts: ModelFacts) -> Eagle3Co
 
 
 def _layers(fields: Fields, more: Fields, num_layers: int) -> tuple[int, ...]:
-    """As vLLM counts them: the second, the middle one and the last but two, where nothing is said."""
+    """As vLLM counts them; where nothing is said, from 0 on the layer 2, the middle one and the last but two."""
     name = "eagle_aux_hidden_state_layer_ids"
     holder = fields if fields.has(name) else more
     layers = tuple(sorted(set(holder.integers(name, (2, num_layers // 2, num_layers - 3)))))

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from layers.identity import DRAFTER_FILES, CheckpointError, identify
+from layers.identity import DRAFTER_FILES, CheckpointError
 from layers.safetensors_sizes import tensor_sizes
 from models.eagle3.config import SECTION
 from models.fields import Fields
@@ -21,14 +21,15 @@ def model_directory(model: Path, drafter: Path, root: Path) -> Path:
     """Of these two directories; under `root`, if it is not there yet. Raises ConfigError or CheckpointError, one line,
     where one of them has no config.json, or the drafter no weights in safetensors files."""
     config = with_section(Fields.from_file(model / _CONFIG).raw, drafter)
-    files = sorted(file.absolute() for file in model.iterdir() if file.is_file() and file.name != _CONFIG)
+    files = sorted(file.absolute() for file in model.iterdir() if file.is_file())
     drafts = sorted(file.absolute() for file in drafter.glob("*.safetensors"))
-    key = json.dumps([[str(file) for file in (*files, *drafts)], identify(model), identify(drafter)])
+    key = json.dumps([config, *((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files + drafts)])
     directory = root / f"{model.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
     def fill(made: Path) -> None:
         for file in files:
-            (made / file.name).symlink_to(file)
+            if file.name != _CONFIG:
+                (made / file.name).symlink_to(file)
         for file in drafts:
             (made / f"{DRAFTER_FILES}{file.name}").symlink_to(file)
         (made / _CONFIG).write_text(json.dumps(config), encoding="utf-8")

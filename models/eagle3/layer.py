@@ -32,7 +32,6 @@ from models.eagle3.config import Eagle3Config
 from models.graph_breaks import GraphBreaks, Operation
 from models.loading import read_linear, read_mlp
 
-_NOT_READ = ("t2d", "mask_hidden")
 _LAYER_NAMES = ("midlayer.", "layers.0.")  # the authors', and those of speculators
 
 
@@ -164,9 +163,8 @@ class Eagle3(nn.Module):
         read_mlp(source, f"{layer}mlp.", self.mlp)
         if self.config.maps_tokens:
             self._read_tokens(source, f"{DRAFTER_FILES}d2t")
-        for name in _NOT_READ:
-            if source.has(DRAFTER_FILES + name):
-                source.skip(DRAFTER_FILES + name)
+        if source.has(f"{DRAFTER_FILES}t2d"):  # which tokens the head knows, as d2t tells
+            source.skip(f"{DRAFTER_FILES}t2d")
 
     def _read_halves(self, source: WeightSource, prefix: str) -> None:
         size = self.config.hidden_size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +12,7 @@ from overlapped import OFTEN
 from rank_parts import Job, drive, engine_choices, mailbox_ranks, make_plan
 from survivors import Survivors, tight
 
+from configs.env import read_env
 from configs.speculation import SpeculativeConfig
 from engine.build import build_rank
 from engine.rank import Rank
@@ -43,7 +43,7 @@ def served(speculation: SpeculativeConfig | None) -> Path:
     """The embedded model, with its drafter where that drafts."""
     if speculation is None or speculation.method != "eagle3":
         return CHECKPOINT
-    return model_directory(CHECKPOINT, DRAFTER, Path(tempfile.gettempdir()) / "moesaic-drafters")
+    return model_directory(CHECKPOINT, DRAFTER, read_env().cache_root / "drafters")
 
 
 def undrafted(jobs: Sequence[Job], **plan: Any) -> dict[int, list[int]]:

@@ -12,25 +12,22 @@ import deepseek_tiny
 import hf_tiny
 import pytest
 import torch
-from amounts import examples
 from drafting import DRAFTER
 from eagle3_parts import Drafter
 from hf_tiny import HfModel
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from msgspec import structs
 from overlapped import SPLIT
 from rank_parts import Job, drive, mailbox_ranks, make_plan
-from survivors import Survivors, tight
 from test_gguf import as_gguf
-from test_mtp import PROMPTS, drafted
+from test_mtp import PROMPTS, check_kills, check_streams, drafted
 
 from configs.engine import EngineConfig
 from configs.speculation import SpeculativeConfig, parse_speculative_config
 from dbo.steps import drain, weave
 from engine.build import build_rank
+from engine.cluster import plan_cluster
 from engine.plan import make_plan as plan_of
-from models.eagle3.directory import model_directory
+from models.eagle3.directory import model_directory, weight_bytes
 from models.gqa.config import GqaConfig
 from models.registry import read_config
 from models.tiny import CHECKPOINT
@@ -61,10 +58,8 @@ def made(tmp_path: Path, kind: str) -> tuple[HfModel, Drafter, Path]:
     return hf, drafter, model_directory(hf.path, drafter.write(tmp_path / "drafter"), tmp_path / "both")
 
 
-def config_of(tmp_path: Path, count: int = 4) -> SpeculativeConfig:
-    return SpeculativeConfig(
-        method="eagle3", model=str(tmp_path / "drafter"), num_speculative_tokens=count, adaptive=False
-    )
+def config_of(tmp_path: Path) -> SpeculativeConfig:
+    return SpeculativeConfig(method="eagle3", model=str(tmp_path / "drafter"), num_speculative_tokens=4, adaptive=False)
 
 
 @pytest.mark.parametrize("graphs", ["none", "full_decode_only"])
@@ -88,21 +83,14 @@ def test_drafts_are_those_of_the_formulas(tmp_path: Path, kind: str, graphs: str
 @pytest.mark.parametrize("kind", KINDS)
 def test_streams_with_it(tmp_path: Path, kind: str, size: int) -> None:
     hf, _, path = made(tmp_path, kind)
-    jobs = [Job(prompt, 20 + 3 * index, arrive=index) for index, prompt in enumerate(PROMPTS)]
-    expected = [got.tokens for got in drive([build_rank(make_plan(hf.path, max_num_seqs=1))], jobs)]
-    plan = {"speculation": config_of(tmp_path), "max_num_batched_tokens": 16, "num_kv_blocks": 40}
-    ranks = mailbox_ranks(path, size, **plan) if size > 1 else [build_rank(make_plan(path, **plan))]
-    assert [got.tokens for got in drive(ranks, jobs)] == expected
-    assert sum(rank.stats.spec_drafts for rank in ranks) > 0
-    for rank in ranks:
-        rank._scheduler.kv.check([])
-        rank.close()
+    check_streams(hf.path, path, size, config_of(tmp_path))
 
 
-def test_steps_in_two_parts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("graphs", ["none", "full_decode_only"])
+def test_steps_in_two_parts(tmp_path: Path, graphs: str) -> None:
     """Each part keeps what the layer sees of it."""
     hf, drafter, path = made(tmp_path, "own head")
-    plan = {"speculation": config_of(tmp_path), "slots_per_rank": 8, "dbo": SPLIT, "cudagraph_mode": "none"}
+    plan = {"speculation": config_of(tmp_path), "slots_per_rank": 8, "dbo": SPLIT, "cudagraph_mode": graphs}
     ranks = mailbox_ranks(path, 2, **plan)
     ranks[0].submit(Job(PROMPTS[2], 12).message(0))
     model = ranks[0]._scheduler.speculation._model
@@ -123,19 +111,7 @@ def test_kills_at_any_moment(tmp_path_factory: pytest.TempPathFactory, kind: str
     """Steps that a kill has broken off go on in the middle, where some of what the layer sees is gone."""
     folder = tmp_path_factory.mktemp("eagle3")
     hf, _, path = made(folder, kind)
-    jobs = [Job(prompt[:14], 12 + index) for index, prompt in enumerate(PROMPTS)]
-    plain = build_rank(make_plan(hf.path, max_num_seqs=1))
-    expected = {index: got.tokens for index, got in enumerate(drive([plain], jobs))}
-
-    @settings(max_examples=examples(8), deadline=None)
-    @given(st.data())
-    def endure(data: st.DataObject) -> None:
-        config = config_of(folder)
-        cluster = Survivors(path, 3, slots_per_rank=8, max_model_len=36, speculation=config, **tight(data, 9))
-        cluster.endure(jobs, data)
-        assert cluster.released == expected
-
-    endure()
+    check_kills(hf.path, path, config_of(folder))
 
 
 def test_most_drafts_of_a_trained_one_are_right() -> None:
@@ -202,10 +178,27 @@ def test_without_a_drafter(tmp_path: Path) -> None:
     for asked, error in (
         ({"method": "eagle3"}, "model must be the directory of the drafter of method eagle3, not ''"),
         ({"method": "mtp", "model": "here"}, "model must be the directory of the drafter of method eagle3, not 'here'"),
-        ({"method": "eagle3", "model": str(tmp_path / "none")}, "none"),
+        ({"method": "eagle3", "model": str(tmp_path / "none")}, "drafter '.*none' is not a directory"),
     ):
         with pytest.raises(ValueError, match=error):
             plan_of(EngineConfig(speculative_config=asked))
+
+
+def test_on_a_cluster(tmp_path: Path) -> None:
+    """Its weights and its rows of the cache are planned."""
+    hf, _, _ = made(tmp_path, "own head")
+    drafts = {"method": "eagle3", "model": str(tmp_path / "drafter")}
+    configs = [EngineConfig(model=str(hf.path), speculative_config=asked) for asked in ({"method": "none"}, drafts)]
+    plain, drafting = (plan_cluster(config, "h200", lambda _: True) for config in configs)
+    assert drafting.plan.speculation is not None and drafting.plan.speculation.model == drafts["model"]
+    (hf.path / "model.safetensors").unlink()  # then it is planned by the shapes
+    shaped = [plan_cluster(config, "h200", lambda _: True) for config in configs]
+    weights, size = "attention, embeddings and other weights", weight_bytes(tmp_path / "drafter")
+    for one, other in ((plain, drafting), shaped):
+        more = other.memory[weights] - one.memory[weights]
+        assert 0.4 * size < more <= size, "in bfloat16, or as they are stored"
+        assert other.parameters == one.parameters
+    assert any("draft_key" in name for name in drafting.memory) and not any("draft" in name for name in plain.memory)
 
 
 def test_beside_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

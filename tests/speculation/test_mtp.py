@@ -203,6 +203,34 @@ def drafted(rank: Rank, prompt: list[int]) -> list[tuple[list[int], list[int]]]:
     return found
 
 
+def check_streams(plain: Path, path: Path, size: int, speculation: SpeculativeConfig) -> None:
+    """plain: the same model, where nothing drafts."""
+    jobs = [Job(prompt, 20 + 3 * index, arrive=index) for index, prompt in enumerate(PROMPTS)]
+    expected = [got.tokens for got in drive([build_rank(make_plan(plain, max_num_seqs=1))], jobs)]
+    ranks = mailbox_ranks(path, size, speculation=speculation, max_num_batched_tokens=16, num_kv_blocks=40)
+    assert [got.tokens for got in drive(ranks, jobs)] == expected
+    assert sum(rank.stats.spec_drafts for rank in ranks) > 0
+    for rank in ranks:
+        rank._scheduler.kv.check([])
+        rank.close()
+
+
+def check_kills(plain: Path, path: Path, speculation: SpeculativeConfig) -> None:
+    """The same of ranks that die at any moment."""
+    jobs = [Job(prompt[:14], 12 + index) for index, prompt in enumerate(PROMPTS)]
+    alone = build_rank(make_plan(plain, max_num_seqs=1))
+    expected = {index: got.tokens for index, got in enumerate(drive([alone], jobs))}
+
+    @settings(max_examples=examples(8), deadline=None)
+    @given(st.data())
+    def endure(data: st.DataObject) -> None:
+        cluster = Survivors(path, 3, slots_per_rank=8, max_model_len=36, speculation=speculation, **tight(data, 9))
+        cluster.endure(jobs, data)
+        assert cluster.released == expected
+
+    endure()
+
+
 def test_weights_of_its_own_are_refused(tmp_path: Path) -> None:
     hf = deepseek_tiny.make_v3(tmp_path, num_mtp_layers=1)
     with_mtp(hf, own_head=True)
@@ -274,15 +302,7 @@ def test_streams_of_models_with_states(tmp_path: Path, make: Callable[..., HfMod
     """Those without drafts; some of its drafts are right, though it is random: the text repeats itself."""
     hf = make(tmp_path)
     with_next_mtp(hf)
-    jobs = [Job(prompt, 20 + 3 * index, arrive=index) for index, prompt in enumerate(PROMPTS)]
-    plain = build_rank(make_plan(hf.path, max_num_seqs=1))
-    expected = [got.tokens for got in drive([plain], jobs)]
-    ranks = mailbox_ranks(hf.path, size, speculation=MTP, max_num_batched_tokens=16, num_kv_blocks=40)
-    assert [got.tokens for got in drive(ranks, jobs)] == expected
-    assert sum(rank.stats.spec_drafts for rank in ranks) > 0
-    for rank in ranks:
-        rank._scheduler.kv.check([])
-        rank.close()
+    check_streams(hf.path, hf.path, size, MTP)
 
 
 def test_qwen3_next_without_the_layer(tmp_path: Path) -> None:
@@ -311,18 +331,7 @@ def test_kills_at_any_moment(tmp_path_factory: pytest.TempPathFactory, make: Cal
     else:
         hf = make(tmp_path_factory.mktemp("mtp"), n_routed_experts=8)
         write_mtp(hf, SparseMtp(hf).layers[0])
-    jobs = [Job(prompt[:14], 12 + index) for index, prompt in enumerate(PROMPTS)]
-    plain = build_rank(make_plan(hf.path, max_num_seqs=1))
-    expected = {index: got.tokens for index, got in enumerate(drive([plain], jobs))}
-
-    @settings(max_examples=examples(8), deadline=None)
-    @given(st.data())
-    def endure(data: st.DataObject) -> None:
-        cluster = Survivors(hf.path, 3, slots_per_rank=8, max_model_len=36, speculation=MTP, **tight(data, 9))
-        cluster.endure(jobs, data)
-        assert cluster.released == expected
-
-    endure()
+    check_kills(hf.path, hf.path, MTP)
 
 
 def test_experts_of_the_whole_layer_count_on_every_rank() -> None:

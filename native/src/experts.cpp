@@ -272,10 +272,12 @@ struct Job {
     });
   }
 
-  // A row is made whole numbers once for all experts that it goes to.
+  // A row is made whole numbers once for all experts that it goes to, if all of them take it so.
   void take_rows(int threads) {
     rows_of_x = {x, s->up_depth * item(), source, false, false};
-    if (!ups().all_whole()) return;
+    int64_t most = 0;
+    for (int64_t j = 0; j < num_active; j++) most = start[j + 1] - start[j] > most ? start[j + 1] - start[j] : most;
+    if (!ups().whole(most)) return;
     if (first) rows_of_x.index = nullptr;
     rows_of_x = whole_rows(ops, rows_of_x, first ? num_tokens : start[num_active], s->up_depth, up_format(s->format), whole_x, threads);
     if (first) rows_of_x.index = source;
@@ -328,7 +330,7 @@ Plan lay_out(Job *job, int64_t entries, int64_t num_tokens, int threads) {
   job->ops = experts_ops(s->x_type), job->bands = experts_bands(s->x_type);
   size_t near = pieces.take(job->bands && entries >= FEW_ROWS ? threads * Job::NEAR_ENTRIES * s->hidden_stride * job->item() : 0);
   size_t whole = pieces.take(job->downs().whole(1) ? entries * job->whole_stride() : 0);
-  size_t whole_x = pieces.take(job->ups().all_whole() ? (num_tokens ? num_tokens : entries) * Multiplier::whole_stride(s->up_depth) : 0);
+  size_t whole_x = pieces.take(job->ups().whole(1) ? (num_tokens ? num_tokens : entries) * Multiplier::whole_stride(s->up_depth) : 0);
   size_t first = pieces.take(8 * (num_tokens + 1)), rows = 0;
   if (num_tokens) {
     int64_t of_panels = threads * job->abreast() * entries * PANEL * job->item(), whole_rows = job->keeps_rows() ? entries * job->whole_row() : 0;

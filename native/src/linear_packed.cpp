@@ -9,7 +9,7 @@
 #include "team.h"
 
 enum { SMALL = 1 << 16 };       // weights below which one thread is faster
-enum { SMALL_ROWS = 1 << 14 };  // numbers of rows below which it is faster
+enum { SMALL_ROWS = 1 << 13, PART = 512 };  // numbers of rows below which it is faster, and of one that a thread makes whole at a time
 
 namespace {
 
@@ -47,9 +47,13 @@ struct PackedCall {
 }  // namespace
 
 RowsAt whole_rows(const ExpertOps *ops, const RowsAt &a, int64_t rows, int64_t depth, int64_t format, uint8_t *to, int threads) {
-  const int64_t stride = Multiplier::whole_stride(depth), pieces = rows * depth <= SMALL_ROWS ? 1 : team_pieces(threads, rows);
+  const int64_t stride = Multiplier::whole_stride(depth), parts = (depth + PART - 1) / PART;
+  const int64_t pieces = rows * depth <= SMALL_ROWS ? 1 : team_pieces(threads, rows * parts), item = 2;
   team(threads, pieces, [&](int64_t piece, int) {
-    for (int64_t m = rows * piece / pieces; m < rows * (piece + 1) / pieces; m++) ops->whole(a[m], depth, format, to + m * stride);
+    for (int64_t i = rows * parts * piece / pieces; i < rows * parts * (piece + 1) / pieces; i++) {
+      const int64_t m = i / parts, k = i % parts * PART, here = depth - k < PART ? depth - k : (int64_t)PART;
+      ops->whole(a[m] + k * item, here, format, to + m * stride + k / K_GROUP * WHOLE_BYTES);
+    }
   });
   return {to, stride, nullptr, true, true};
 }
@@ -66,8 +70,9 @@ NATIVE_API void linear_packed(int64_t x_type, int64_t format, const uint8_t *pac
   if (inputs * outputs <= SMALL && rows < FEW_ROWS) threads = 1;
   int64_t work_bytes = by.work_bytes(inputs, rows);
   work_bytes = (work_bytes + 63) / 64 * 64;
-  uint8_t *work = scratch(threads * work_bytes + (by.all_whole() ? rows * by.whole_stride(inputs) : 0));
-  if (by.all_whole()) call.x = whole_rows(by.ops, call.x, rows, inputs, format, work + threads * work_bytes, threads);
+  const bool whole = by.whole(rows);  // then once for all pieces
+  uint8_t *work = scratch(threads * work_bytes + (whole ? rows * by.whole_stride(inputs) : 0));
+  if (whole) call.x = whole_rows(by.ops, call.x, rows, inputs, format, work + threads * work_bytes, threads);
   int64_t pieces = team_pieces(threads, panels);
   team(threads, pieces, [&](int64_t piece, int worker) {
     call.multiply(panels * piece / pieces, panels * (piece + 1) / pieces, work + worker * work_bytes);

@@ -346,7 +346,9 @@ class Simulation:
                 )  # as ep/transport/shm_rendezvous.py does
         waiting = any(not client.ended for client in self.front.clients)
         able = members.started and members.shortage is None and not self.ended
-        if waiting and able and now - max(self.last_news, self._still_until) > QUIET_SECONDS:
+        if not able:
+            self._still_until = max(self._still_until, now)
+        if waiting and now - max(self.last_news, self._still_until) > QUIET_SECONDS:
             raise Violation(f"no token for {now - self.last_news:.1f} s; {self._state()}")
 
     def _settled(self) -> bool:

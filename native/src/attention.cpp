@@ -28,6 +28,7 @@ struct Item {
 };
 
 struct Job {
+  enum { TILE_BYTES = 8192 };
   const AttentionShape *s;
   const AttentionOps *ops;
   const uint8_t *q, *keys, *values;
@@ -85,30 +86,25 @@ struct Job {
     float *scores = (float *)(at + sizeof(uint8_t *) * 2 * longest_chunk), *acc = scores + longest_run * s->num_heads * longest_chunk;
     uint8_t *p = (uint8_t *)(acc + longest_run * s->num_heads * s->value_dim);
     const uint8_t **value_rows = rows + longest_chunk;
-    const int64_t *blocks = s->table + last * s->table_stride;
     int64_t first_kv = item.first_head / group(), num_kv = (item.heads + group() - 1) / group();
     int64_t per_kv = item.heads < group() ? item.heads : group();
-    for (int64_t i = 0; i < n;) {
-      int64_t inside = (start + i) % s->block_size, row = blocks[(start + i) / s->block_size] * s->block_size + inside;
-      for (; inside < s->block_size && i < n; inside++, row++, i++) {
-        rows[i] = keys + (row * s->key_stride + first_kv * s->key_dim) * item_bytes;
-        value_rows[i] = values + (row * s->value_stride + first_kv * s->value_dim) * item_bytes;
-      }
-    }
-    if (!ops->brings) bring_nearer(value_rows, n, 0, num_kv * s->value_dim * item_bytes);
-    if (!ops->brings && next) bring_block(*next);
-    // Calls visit(r, keys, kv head, how many, next) for every tile, each tile's for all queries at once. What follows the last one: `then`.
+    rows_of(last, start, n, [&](int64_t i, int64_t row) {
+      rows[i] = keys + (row * s->key_stride + first_kv * s->key_dim) * item_bytes;
+      value_rows[i] = values + (row * s->value_stride + first_kv * s->value_dim) * item_bytes;
+    });
+    // Calls visit(r, keys, kv head, how many, ahead) for every tile, each tile's for all queries at once. ahead: of the tile that follows, or of
+    // `then`; null: they are near.
     const uint8_t *tile[KEY_TILE], *ahead[KEY_TILE];
-    auto tiles = [&](const uint8_t *const *row, int64_t dim, auto then, int64_t then_dim, auto visit) {
-      for (int64_t i = 0; i < n; i += KEY_TILE) {
-        int64_t here = n - i < KEY_TILE ? n - i : (int64_t)KEY_TILE;
+    auto tiles = [&](const uint8_t *const *row, int64_t dim, int64_t height, bool near, const uint8_t *const *then, int64_t num_then, auto visit) {
+      for (int64_t i = 0; i < n; i += height) {
+        const int64_t here = n - i < height ? n - i : height, left = n - i - here < height ? n - i - here : height;
+        const bool bring = !near || (!left && num_then);
         for (int64_t kv = 0; kv < num_kv; kv++) {
-          for (int64_t j = 0; j < here; j++) tile[j] = row[i + j] + kv * dim * item_bytes;
-          if (!ops->brings) bring_nearer(row + i + KEY_TILE, n - i - KEY_TILE, kv * dim * item_bytes, dim * item_bytes);
-          const bool last_tile = i + KEY_TILE >= n;
-          for (int64_t j = 0; ops->brings && j < KEY_TILE; j++)
-            ahead[j] = last_tile ? then(j) + kv * then_dim * item_bytes : i + KEY_TILE + j < n ? row[i + KEY_TILE + j] + kv * dim * item_bytes : tile[0];
-          const uint8_t *const *follows = ops->brings ? ahead : nullptr;
+          const int64_t at = kv * dim * item_bytes;
+          for (int64_t j = 0; j < here; j++) tile[j] = row[i + j] + at;
+          for (int64_t j = 0; bring && j < left; j++) ahead[j] = row[i + here + j] + at;
+          for (int64_t j = left; bring && j < height; j++) ahead[j] = j - left < num_then ? then[j - left] + at : tile[0];
+          const uint8_t *const *follows = bring ? ahead : nullptr;
           for (int64_t r = 0; r < item.rows; r++) {
             int64_t own = keys_of(item, r, start, chunk) - i;
             if (own > 0) visit(r, i, kv, (int)(own < here ? own : here), follows), follows = nullptr;
@@ -116,8 +112,10 @@ struct Job {
         }
       }
     };
-    auto first_value = [&](int64_t j) { return value_rows[j < n ? j : 0]; };
-    tiles(rows, s->key_dim, first_value, s->value_dim, [&](int64_t r, int64_t i, int64_t kv, int count, const uint8_t *const *follows) {
+    const bool same = keys == values;  // then values are near: keys have been read
+    const uint8_t *next_keys[KEY_TILE];
+    const int64_t num_next = next ? first_keys(*next, next_keys) : 0;
+    tiles(rows, s->key_dim, height(num_kv, s->key_dim, per_kv > 1 ? ops->least_keys : (int64_t)KEY_TILE), false, value_rows, same ? 0 : n, [&](int64_t r, int64_t i, int64_t kv, int count, const uint8_t *const *follows) {
       const uint8_t *own_q = q + ((item.sequence + r) * q_stride + (item.first_head + kv * group()) * s->key_dim) * item_bytes;
       ops->scores(own_q, s->key_dim, per_kv, tile, count, s->key_dim, scale,
                   scores + (r * item.heads + kv * group()) * longest_chunk + i, longest_chunk, follows);
@@ -127,8 +125,7 @@ struct Job {
       for (int64_t h = r * item.heads; h < (r + 1) * item.heads && keys_of(item, r, start, chunk) > 0; h++)
         found[h] = ops->softmax(scores + h * longest_chunk, keys_of(item, r, start, chunk), p + h * p_stride() * item_bytes);
     memset(acc, 0, item.rows * item.heads * s->value_dim * sizeof(float));
-    auto next_key = [&](int64_t j) { return next ? first_key(*next, j) : value_rows[0]; };
-    tiles(value_rows, s->value_dim, next_key, s->key_dim, [&](int64_t r, int64_t i, int64_t kv, int count, const uint8_t *const *follows) {
+    tiles(value_rows, s->value_dim, height(num_kv, s->value_dim, ops->least_values), same, next_keys, num_next, [&](int64_t r, int64_t i, int64_t kv, int count, const uint8_t *const *follows) {
       int64_t h = r * item.heads + kv * group();
       ops->weigh(p + (h * p_stride() + i) * item_bytes, p_stride(), per_kv, tile, count, s->value_dim, acc + h * s->value_dim, follows);
     });
@@ -152,26 +149,27 @@ struct Job {
     }
   }
 
-  // The part of the next tile that follows the one at hand: rows are too far apart for the hardware to guess.
-  static void bring_nearer(const uint8_t *const *row, int64_t n, int64_t at, int64_t bytes) {
-    for (int64_t j = 0; j < n && j < KEY_TILE; j++)
-      for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row[j] + at + byte, 0, 2);
+  // Rows of a tile: of fewer ones, where each is read in pieces, more of what is read lies together.
+  int64_t height(int64_t num_kv, int64_t dim, int64_t least) const {
+    const int64_t most = num_kv > 1 ? TILE_BYTES / (num_kv * dim * item_bytes) / 4 * 4 : (int64_t)KEY_TILE;
+    return most < least ? least : most < KEY_TILE ? most : (int64_t)KEY_TILE;
   }
 
-  // Key j of an item's first ones, of the first head that it has; the last one where there are no more.
-  const uint8_t *first_key(const Item &item, int64_t j) const {
-    int64_t sequence = item.sequence + item.rows - 1, place = first_seen(sequence) + item.chunk * chunk_of(seen(sequence)) + j;
-    if (place >= s->lens[sequence]) place = s->lens[sequence] - 1;
-    int64_t row = s->table[sequence * s->table_stride + place / s->block_size] * s->block_size + place % s->block_size;
-    return keys + (row * s->key_stride + item.first_head / group() * s->key_dim) * item_bytes;
+  // An item's first keys, of the first head that it has; how many there are, at most KEY_TILE.
+  int64_t first_keys(const Item &item, const uint8_t **to) const {
+    const int64_t sequence = item.sequence + item.rows - 1, first = first_seen(sequence) + item.chunk * chunk_of(seen(sequence));
+    const int64_t left = s->lens[sequence] - first, num = left < KEY_TILE ? left : (int64_t)KEY_TILE;
+    rows_of(sequence, first, num, [&](int64_t j, int64_t row) { to[j] = keys + (row * s->key_stride + item.first_head / group() * s->key_dim) * item_bytes; });
+    return num;
   }
 
-  // The first keys of an item.
-  void bring_block(const Item &item) const {
-    int64_t key = first_seen(item.sequence) + item.chunk * chunk_of(seen(item.sequence));
-    int64_t block = s->table[item.sequence * s->table_stride + key / s->block_size];
-    const uint8_t *start = keys + block * s->block_size * s->key_stride * item_bytes;
-    for (int64_t byte = 0; byte < 4096 && byte < s->block_size * s->key_stride * item_bytes; byte += 64) __builtin_prefetch(start + byte, 0, 2);
+  // Calls take(j, row of the cache) for `num` keys of a sequence, from one on.
+  template <class Take> void rows_of(int64_t sequence, int64_t first, int64_t num, const Take &take) const {
+    const int64_t *blocks = s->table + sequence * s->table_stride;
+    for (int64_t j = 0; j < num;) {
+      int64_t inside = (first + j) % s->block_size, row = blocks[(first + j) / s->block_size] * s->block_size + inside;
+      for (; inside < s->block_size && j < num; inside++) take(j++, row++);
+    }
   }
 
   // Join the parts of one head of one sequence, in order, into the first of them.

@@ -35,17 +35,18 @@ struct Largest {
 
 // What the driver needs from an instruction set, for one type of x.
 struct AttentionOps {
-  // s[g * s_stride + i] = scale * q[g] . key[i], for i < n <= KEY_TILE. q: rows of q_stride numbers.
+  // s[g * s_stride + i] = scale * q[g] . key[i], for i < n <= KEY_TILE. q: rows of q_stride numbers. next: rows of which as much is brought
+  // nearer meanwhile, as many as KEY_TILE divided by the heads, or a multiple of that, up to n; or null.
   void (*scores)(const void *q, int64_t q_stride, int64_t heads, const uint8_t *const *key, int n, int64_t dim, float scale, float *s,
                  int64_t s_stride, const uint8_t *const *next);
   // p[i] = exp(s[i] - largest), of x's type; one more, zero, behind an odd n. Both have room for a multiple of 16.
   Largest (*softmax)(float *s, int64_t n, void *p);
-  // acc[g * dim + j] += sum over i < n of p[g * p_stride + i] * value[i][j]. n is even but for the last keys of a chunk.
+  // acc[g * dim + j] += sum over i < n of p[g * p_stride + i] * value[i][j]. n is even but for the last keys of a chunk. next: as many rows.
   void (*weigh)(const void *p, int64_t p_stride, int64_t heads, const uint8_t *const *value, int n, int64_t dim, float *acc,
                 const uint8_t *const *next);
   // out[j] = acc[j] * factor, as x's type.
   void (*finish)(const float *acc, int64_t dim, float factor, void *out);
-  bool brings;  // whether scores and weigh bring `next` nearer while they compute: dim numbers of KEY_TILE rows, or null
+  int64_t least_keys, least_values;  // rows of a tile for `scores` (of a single head KEY_TILE) and for `weigh`: with fewer they take longer
 };
 
 const AttentionOps *attention_ops(int64_t x_type);  // those of the instruction set in use

@@ -8,8 +8,8 @@ namespace {
 enum { LANES = 8 };
 #include "attention_vector.h"
 #include "attention_avx2.h"
-constexpr AttentionOps of_f32 = {scores<float>, softmax<float>, weigh<float>, finish<float>, false};
-constexpr AttentionOps of_bf16 = {scores<bf16>, softmax<bf16>, weigh_halves, finish<bf16>, true};
+constexpr AttentionOps of_f32 = {scores<float>, softmax<float>, weigh<float>, finish<float>, 8, 4};
+constexpr AttentionOps of_bf16 = {scores<bf16>, softmax<bf16>, weigh_halves, finish<bf16>, KEY_TILE, KEY_TILE};
 }  // namespace
 const AttentionOps *const attention_avx2[2] = {&of_f32, &of_bf16};
 #endif

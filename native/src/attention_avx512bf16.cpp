@@ -13,7 +13,8 @@ enum { LANES = 16 };
 
 // Pairs lie along the numbers of a key.
 template <int HEADS>
-INLINE void score_pairs(const bf16 *q, int64_t q_stride, const uint8_t *const *key, int n, int64_t dim, float scale, float *s, int64_t s_stride) {
+INLINE void score_pairs(const bf16 *q, int64_t q_stride, const uint8_t *const *key, int n, int64_t dim, float scale, float *s, int64_t s_stride,
+                        const uint8_t *const *next) {
   enum { KEYS = 16 / HEADS };
   for (int first = 0; first < n; first += KEYS) {
     int keys = n - first < KEYS ? n - first : KEYS;
@@ -24,6 +25,9 @@ INLINE void score_pairs(const bf16 *q, int64_t q_stride, const uint8_t *const *k
     for (int i = 0; i < 16; i++) acc[i] = _mm512_setzero_ps();
     int64_t d = 0;
     for (; d + 32 <= dim; d += 32) {
+      if (next)
+#pragma GCC unroll 16
+        for (int i = 0; i < KEYS; i++) __builtin_prefetch((const bf16 *)next[first + i] + d, 0, 3);
       __m512bh x[HEADS];
 #pragma GCC unroll 4
       for (int g = 0; g < HEADS; g++) x[g] = (__m512bh)_mm512_loadu_si512(q + g * q_stride + d);
@@ -49,11 +53,11 @@ INLINE void score_pairs(const bf16 *q, int64_t q_stride, const uint8_t *const *k
 }
 
 void pair_scores(const void *qv, int64_t q_stride, int64_t heads, const uint8_t *const *key, int n, int64_t dim, float scale, float *s,
-                 int64_t s_stride, const uint8_t *const *) {
+                 int64_t s_stride, const uint8_t *const *next) {
   const bf16 *q = (const bf16 *)qv;
-  for (; heads >= 4; heads -= 4, q += 4 * q_stride, s += 4 * s_stride) score_pairs<4>(q, q_stride, key, n, dim, scale, s, s_stride);
-  for (; heads >= 2; heads -= 2, q += 2 * q_stride, s += 2 * s_stride) score_pairs<2>(q, q_stride, key, n, dim, scale, s, s_stride);
-  if (heads) score_pairs<1>(q, q_stride, key, n, dim, scale, s, s_stride);
+  for (; heads >= 4; heads -= 4, q += 4 * q_stride, s += 4 * s_stride, next = nullptr) score_pairs<4>(q, q_stride, key, n, dim, scale, s, s_stride, next);
+  for (; heads >= 2; heads -= 2, q += 2 * q_stride, s += 2 * s_stride, next = nullptr) score_pairs<2>(q, q_stride, key, n, dim, scale, s, s_stride, next);
+  if (heads) score_pairs<1>(q, q_stride, key, n, dim, scale, s, s_stride, next);
 }
 
 // Where the columns of two values lie when they are pairs (first, second).
@@ -68,7 +72,7 @@ alignas(64) constexpr Order order;
 // Pairs lie along the keys. columns: 64, or fewer at the end of a value.
 template <int HEADS, bool WHOLE>
 INLINE void weigh_pairs(const bf16 *p, int64_t p_stride, const uint8_t *const *value, int n, int64_t at, int64_t columns, int64_t dim,
-                        float *acc) {
+                        float *acc, const uint8_t *const *next) {
   const __m512i low = _mm512_load_si512(order.index), high = _mm512_load_si512(order.index + 32);
   __m512 sum[HEADS][4];
   __mmask16 mask[4];
@@ -80,6 +84,9 @@ INLINE void weigh_pairs(const bf16 *p, int64_t p_stride, const uint8_t *const *v
     for (int g = 0; g < HEADS; g++) sum[g][j] = _mm512_maskz_loadu_ps(WHOLE ? 0xffff : mask[j], acc + g * dim + at + 16 * j);
   }
   for (int i = 0; i < n; i += 2) {
+    if (next)
+#pragma GCC unroll 4
+      for (int line = 0; line < 4; line++) __builtin_prefetch((const bf16 *)next[i + line % 2] + at + line / 2 * 32, 0, 3);
     const bf16 *one = (const bf16 *)value[i] + at, *two = i + 1 < n ? (const bf16 *)value[i + 1] + at : nullptr;
     __m512bh v[4];
 #pragma GCC unroll 2
@@ -103,20 +110,20 @@ INLINE void weigh_pairs(const bf16 *p, int64_t p_stride, const uint8_t *const *v
 }
 
 template <int HEADS>
-INLINE void weigh_columns(const bf16 *p, int64_t p_stride, const uint8_t *const *value, int n, int64_t dim, float *acc) {
+INLINE void weigh_columns(const bf16 *p, int64_t p_stride, const uint8_t *const *value, int n, int64_t dim, float *acc, const uint8_t *const *next) {
   int64_t at = 0;
-  for (; at + 64 <= dim; at += 64) weigh_pairs<HEADS, true>(p, p_stride, value, n, at, 64, dim, acc);
-  if (at < dim) weigh_pairs<HEADS, false>(p, p_stride, value, n, at, dim - at, dim, acc);
+  for (; at + 64 <= dim; at += 64) weigh_pairs<HEADS, true>(p, p_stride, value, n, at, 64, dim, acc, next);
+  if (at < dim) weigh_pairs<HEADS, false>(p, p_stride, value, n, at, dim - at, dim, acc, nullptr);
 }
 
-void pair_weigh(const void *pv, int64_t p_stride, int64_t heads, const uint8_t *const *value, int n, int64_t dim, float *acc, const uint8_t *const *) {
+void pair_weigh(const void *pv, int64_t p_stride, int64_t heads, const uint8_t *const *value, int n, int64_t dim, float *acc, const uint8_t *const *next) {
   const bf16 *p = (const bf16 *)pv;
-  for (; heads >= 4; heads -= 4, p += 4 * p_stride, acc += 4 * dim) weigh_columns<4>(p, p_stride, value, n, dim, acc);
-  for (; heads >= 2; heads -= 2, p += 2 * p_stride, acc += 2 * dim) weigh_columns<2>(p, p_stride, value, n, dim, acc);
-  if (heads) weigh_columns<1>(p, p_stride, value, n, dim, acc);
+  for (; heads >= 4; heads -= 4, p += 4 * p_stride, acc += 4 * dim, next = nullptr) weigh_columns<4>(p, p_stride, value, n, dim, acc, next);
+  for (; heads >= 2; heads -= 2, p += 2 * p_stride, acc += 2 * dim, next = nullptr) weigh_columns<2>(p, p_stride, value, n, dim, acc, next);
+  if (heads) weigh_columns<1>(p, p_stride, value, n, dim, acc, next);
 }
 
-constexpr AttentionOps table = {pair_scores, softmax<bf16>, pair_weigh, finish<bf16>, false};
+constexpr AttentionOps table = {pair_scores, softmax<bf16>, pair_weigh, finish<bf16>, 8, 4};
 }  // namespace
 const AttentionOps *const attention_avx512_bf16 = &table;
 #endif

@@ -93,11 +93,13 @@ template <class X> static Largest softmax(float *s, int64_t n, void *pv) {
 }
 
 template <class X, int HEADS, int COLUMNS>
-INLINE void weigh_tile(const X *p, int64_t p_stride, const uint8_t *const *value, int n, int64_t at, int64_t dim, float *acc) {
+INLINE void weigh_tile(const X *p, int64_t p_stride, const uint8_t *const *value, int n, int64_t at, int64_t dim, float *acc, const uint8_t *const *next) {
+  enum { BYTES = COLUMNS * LANES * sizeof(X) };
   vf sum[HEADS][COLUMNS];
   for (int g = 0; g < HEADS; g++)
     for (int j = 0; j < COLUMNS; j++) sum[g][j] = load(acc + g * dim + at + j * LANES);
   for (int i = 0; i < n; i++) {
+    for (int byte = 0; next && byte < BYTES; byte += 64) __builtin_prefetch(next[i] + at * sizeof(X) + byte, 0, 3);
     vf v[COLUMNS];
     for (int j = 0; j < COLUMNS; j++) v[j] = load((const X *)value[i] + at + j * LANES);
     for (int g = 0; g < HEADS; g++) {
@@ -110,10 +112,10 @@ INLINE void weigh_tile(const X *p, int64_t p_stride, const uint8_t *const *value
 }
 
 template <class X, int HEADS>
-INLINE void weigh_heads(const X *p, int64_t p_stride, const uint8_t *const *value, int n, int64_t dim, float *acc) {
+INLINE void weigh_heads(const X *p, int64_t p_stride, const uint8_t *const *value, int n, int64_t dim, float *acc, const uint8_t *const *next) {
   int64_t at = 0;
-  for (; at + 4 * LANES <= dim; at += 4 * LANES) weigh_tile<X, HEADS, 4>(p, p_stride, value, n, at, dim, acc);
-  for (; at + LANES <= dim; at += LANES) weigh_tile<X, HEADS, 1>(p, p_stride, value, n, at, dim, acc);
+  for (; at + 4 * LANES <= dim; at += 4 * LANES) weigh_tile<X, HEADS, 4>(p, p_stride, value, n, at, dim, acc, next);
+  for (; at + LANES <= dim; at += LANES) weigh_tile<X, HEADS, 1>(p, p_stride, value, n, at, dim, acc, next);
   for (; at < dim; at++)
     for (int g = 0; g < HEADS; g++)
       for (int i = 0; i < n; i++) acc[g * dim + at] += number(p + g * p_stride + i) * number((const X *)value[i] + at);
@@ -121,11 +123,11 @@ INLINE void weigh_heads(const X *p, int64_t p_stride, const uint8_t *const *valu
 
 template <class X>
 static void weigh(const void *pv, int64_t p_stride, int64_t heads, const uint8_t *const *value, int n, int64_t dim, float *acc,
-                  const uint8_t *const *) {
+                  const uint8_t *const *next) {
   const X *p = (const X *)pv;
   int64_t g = 0;
-  for (; g + 2 <= heads; g += 2) weigh_heads<X, 2>(p + g * p_stride, p_stride, value, n, dim, acc + g * dim);
-  if (g < heads) weigh_heads<X, 1>(p + g * p_stride, p_stride, value, n, dim, acc + g * dim);
+  for (; g + 2 <= heads; g += 2, next = nullptr) weigh_heads<X, 2>(p + g * p_stride, p_stride, value, n, dim, acc + g * dim, next);
+  if (g < heads) weigh_heads<X, 1>(p + g * p_stride, p_stride, value, n, dim, acc + g * dim, next);
 }
 
 template <class X> static void finish(const float *acc, int64_t dim, float factor, void *outv) {
@@ -136,5 +138,5 @@ template <class X> static void finish(const float *acc, int64_t dim, float facto
 }
 
 template <class X> struct Ops {
-  static constexpr AttentionOps table = {scores<X>, softmax<X>, weigh<X>, finish<X>, false};
+  static constexpr AttentionOps table = {scores<X>, softmax<X>, weigh<X>, finish<X>, 8, 4};
 };

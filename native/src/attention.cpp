@@ -95,10 +95,11 @@ struct Job {
     // Calls visit(r, keys, kv head, how many, ahead) for every tile, each tile's for all queries at once. ahead: of the tile that follows, or of
     // `then`; null: they are near.
     const uint8_t *tile[KEY_TILE], *ahead[KEY_TILE];
-    auto tiles = [&](const uint8_t *const *row, int64_t dim, int64_t height, bool near, const uint8_t *const *then, int64_t num_then, auto visit) {
+    auto tiles = [&](const uint8_t *const *row, int64_t dim, int64_t height, bool near, const uint8_t *const *then, int64_t num_then,
+                     auto visit) {
       for (int64_t i = 0; i < n; i += height) {
         const int64_t here = n - i < height ? n - i : height, left = n - i - here < height ? n - i - here : height;
-        const bool bring = !near || (!left && num_then);
+        const bool bring = left ? !near : num_then > 0;
         for (int64_t kv = 0; kv < num_kv; kv++) {
           const int64_t at = kv * dim * item_bytes;
           for (int64_t j = 0; j < here; j++) tile[j] = row[i + j] + at;
@@ -115,7 +116,9 @@ struct Job {
     const bool same = keys == values;  // then values are near: keys have been read
     const uint8_t *next_keys[KEY_TILE];
     const int64_t num_next = next ? first_keys(*next, next_keys) : 0;
-    tiles(rows, s->key_dim, height(num_kv, s->key_dim, per_kv > 1 ? ops->least_keys : (int64_t)KEY_TILE), false, value_rows, same ? 0 : n, [&](int64_t r, int64_t i, int64_t kv, int count, const uint8_t *const *follows) {
+    const int64_t least_keys = per_kv > 1 ? ops->least_keys : (int64_t)KEY_TILE;
+    tiles(rows, s->key_dim, height(num_kv, s->key_dim, least_keys), false, value_rows, same ? 0 : n,
+          [&](int64_t r, int64_t i, int64_t kv, int count, const uint8_t *const *follows) {
       const uint8_t *own_q = q + ((item.sequence + r) * q_stride + (item.first_head + kv * group()) * s->key_dim) * item_bytes;
       ops->scores(own_q, s->key_dim, per_kv, tile, count, s->key_dim, scale,
                   scores + (r * item.heads + kv * group()) * longest_chunk + i, longest_chunk, follows);
@@ -125,7 +128,8 @@ struct Job {
       for (int64_t h = r * item.heads; h < (r + 1) * item.heads && keys_of(item, r, start, chunk) > 0; h++)
         found[h] = ops->softmax(scores + h * longest_chunk, keys_of(item, r, start, chunk), p + h * p_stride() * item_bytes);
     memset(acc, 0, item.rows * item.heads * s->value_dim * sizeof(float));
-    tiles(value_rows, s->value_dim, height(num_kv, s->value_dim, ops->least_values), same, next_keys, num_next, [&](int64_t r, int64_t i, int64_t kv, int count, const uint8_t *const *follows) {
+    tiles(value_rows, s->value_dim, height(num_kv, s->value_dim, ops->least_values), same, next_keys, num_next,
+          [&](int64_t r, int64_t i, int64_t kv, int count, const uint8_t *const *follows) {
       int64_t h = r * item.heads + kv * group();
       ops->weigh(p + (h * p_stride() + i) * item_bytes, p_stride(), per_kv, tile, count, s->value_dim, acc + h * s->value_dim, follows);
     });

@@ -155,8 +155,9 @@ struct Job {
 
   // Rows of a tile: of fewer ones, where each is read in pieces, more of what is read lies together.
   int64_t height(int64_t num_kv, int64_t dim, int64_t least) const {
-    const int64_t most = num_kv > 1 ? TILE_BYTES / (num_kv * dim * item_bytes) / 4 * 4 : (int64_t)KEY_TILE;
-    return most < least ? least : most < KEY_TILE ? most : (int64_t)KEY_TILE;
+    int64_t rows = KEY_TILE;
+    while (num_kv > 1 && rows > least && rows * num_kv * dim * item_bytes > TILE_BYTES) rows /= 2;
+    return rows;
   }
 
   // An item's first keys, of the first head that it has; how many there are, at most KEY_TILE.

@@ -35,13 +35,14 @@ struct Largest {
 
 // What the driver needs from an instruction set, for one type of x.
 struct AttentionOps {
-  // s[g * s_stride + i] = scale * q[g] . key[i], for i < n <= KEY_TILE. q: rows of q_stride numbers. next: rows of which as much is brought
-  // nearer meanwhile, as many as KEY_TILE divided by the heads, or a multiple of that, up to n; or null.
+  // s[g * s_stride + i] = scale * q[g] . key[i], for i < n <= KEY_TILE. q: rows of q_stride numbers. next: for each key one that is brought
+  // nearer meanwhile, n rounded up to a multiple of KEY_TILE / heads of them; or null.
   void (*scores)(const void *q, int64_t q_stride, int64_t heads, const uint8_t *const *key, int n, int64_t dim, float scale, float *s,
                  int64_t s_stride, const uint8_t *const *next);
   // p[i] = exp(s[i] - largest), of x's type; one more, zero, behind an odd n. Both have room for a multiple of 16.
   Largest (*softmax)(float *s, int64_t n, void *p);
-  // acc[g * dim + j] += sum over i < n of p[g * p_stride + i] * value[i][j]. n is even but for the last keys of a chunk. next: as many rows.
+  // acc[g * dim + j] += sum over i < n of p[g * p_stride + i] * value[i][j]. n is even but for the last keys of a chunk. next: n
+  // values that are brought nearer, one more behind an odd n; or null.
   void (*weigh)(const void *p, int64_t p_stride, int64_t heads, const uint8_t *const *value, int n, int64_t dim, float *acc,
                 const uint8_t *const *next);
   // out[j] = acc[j] * factor, as x's type.

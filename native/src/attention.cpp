@@ -28,7 +28,7 @@ struct Item {
 };
 
 struct Job {
-  enum { TILE_BYTES = 8192 };
+  enum { TILE_BYTES = 8192 };  // of rows that are read in pieces
   const AttentionShape *s;
   const AttentionOps *ops;
   const uint8_t *q, *keys, *values;
@@ -96,7 +96,7 @@ struct Job {
     // `then`; null: they are near.
     const uint8_t *tile[KEY_TILE], *ahead[KEY_TILE];
     auto tiles = [&](const uint8_t *const *row, int64_t dim, int64_t height, bool near, const uint8_t *const *then, int64_t num_then,
-                     auto visit) {
+                     int64_t then_dim, auto visit) {
       for (int64_t i = 0; i < n; i += height) {
         const int64_t here = n - i < height ? n - i : height, left = n - i - here < height ? n - i - here : height;
         const bool bring = left ? !near : num_then > 0;
@@ -104,7 +104,7 @@ struct Job {
           const int64_t at = kv * dim * item_bytes;
           for (int64_t j = 0; j < here; j++) tile[j] = row[i + j] + at;
           for (int64_t j = 0; bring && j < left; j++) ahead[j] = row[i + here + j] + at;
-          for (int64_t j = left; bring && j < height; j++) ahead[j] = j - left < num_then ? then[j - left] + at : tile[0];
+          for (int64_t j = left; bring && j < height; j++) ahead[j] = j - left < num_then ? then[j - left] + kv * then_dim * item_bytes : tile[0];
           const uint8_t *const *follows = bring ? ahead : nullptr;
           for (int64_t r = 0; r < item.rows; r++) {
             int64_t own = keys_of(item, r, start, chunk) - i;
@@ -117,7 +117,7 @@ struct Job {
     const uint8_t *next_keys[KEY_TILE];
     const int64_t num_next = next ? first_keys(*next, next_keys) : 0;
     const int64_t least_keys = per_kv > 1 ? ops->least_keys : (int64_t)KEY_TILE;
-    tiles(rows, s->key_dim, height(num_kv, s->key_dim, least_keys), false, value_rows, same ? 0 : n,
+    tiles(rows, s->key_dim, height(num_kv, s->key_dim, least_keys), false, value_rows, same ? 0 : n, s->value_dim,
           [&](int64_t r, int64_t i, int64_t kv, int count, const uint8_t *const *follows) {
       const uint8_t *own_q = q + ((item.sequence + r) * q_stride + (item.first_head + kv * group()) * s->key_dim) * item_bytes;
       ops->scores(own_q, s->key_dim, per_kv, tile, count, s->key_dim, scale,
@@ -128,7 +128,7 @@ struct Job {
       for (int64_t h = r * item.heads; h < (r + 1) * item.heads && keys_of(item, r, start, chunk) > 0; h++)
         found[h] = ops->softmax(scores + h * longest_chunk, keys_of(item, r, start, chunk), p + h * p_stride() * item_bytes);
     memset(acc, 0, item.rows * item.heads * s->value_dim * sizeof(float));
-    tiles(value_rows, s->value_dim, height(num_kv, s->value_dim, ops->least_values), same, next_keys, num_next,
+    tiles(value_rows, s->value_dim, height(num_kv, s->value_dim, ops->least_values), same, next_keys, num_next, s->key_dim,
           [&](int64_t r, int64_t i, int64_t kv, int count, const uint8_t *const *follows) {
       int64_t h = r * item.heads + kv * group();
       ops->weigh(p + (h * p_stride() + i) * item_bytes, p_stride(), per_kv, tile, count, s->value_dim, acc + h * s->value_dim, follows);

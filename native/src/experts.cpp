@@ -277,7 +277,7 @@ struct Job {
     rows_of_x = {x, s->up_depth * item(), source, false, false};
     int64_t most = 0;
     for (int64_t j = 0; j < num_active; j++) most = start[j + 1] - start[j] > most ? start[j + 1] - start[j] : most;
-    if (!ups().whole(most)) return;
+    if (!most || !ups().whole(most)) return;
     if (first) rows_of_x.index = nullptr;
     rows_of_x = whole_rows(ops, rows_of_x, first ? num_tokens : start[num_active], s->up_depth, up_format(s->format), whole_x, threads);
     if (first) rows_of_x.index = source;

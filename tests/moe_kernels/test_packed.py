@@ -271,6 +271,16 @@ def test_any_number_of_rows(level: Isa, dtype: torch.dtype, form: WeightFormat) 
     assert_rounding_only(y_RD, batch, exact, form)
 
 
+@pytest.mark.parametrize("fixed_order", [False, True])
+@pytest.mark.parametrize("form", [form for form in WeightFormat if form.parts[0] in WHOLE], ids=lambda form: form.value)
+def test_tokens_whose_experts_are_all_elsewhere(level: Isa, form: WeightFormat, fixed_order: bool) -> None:
+    choose(Choice(), fixed_order)
+    ours, _ = packed(2, 1100, 140, torch.bfloat16, form)
+    slot_TK, weight_TK = routing(300, 2, 2, 5)
+    batch = TokenBatch(torch.randn(300, 1100).bfloat16(), slot_TK + 2, weight_TK, 0, torch.float32)
+    assert not ours.run_tokens(batch).any()
+
+
 @pytest.mark.skipif(best_isa() < Isa.AVX512, reason="this CPU has no AVX512, or the kernels were not built")
 @pytest.mark.parametrize("form", [form for form in WeightFormat if form.parts[0] in WHOLE], ids=lambda form: form.value)
 @pytest.mark.parametrize("fixed_order", [False, True])

@@ -53,7 +53,7 @@ class Side:
         self._others = self._ended = time.perf_counter()  # seconds of others' turns; when its last one ended
         for gate in rank._companions.members:
             if isinstance(gate, Gate):
-                gate._clock = self.now
+                gate.meter.clock = self.now
         self.begin(0, 0, 0)
 
     def now(self) -> float:

@@ -230,8 +230,7 @@ class Scheduler:
     def _reserve(self, request: Request, num_tokens: int, draft: Draft) -> bool:
         """Get blocks for num_tokens tokens, from those that come last if need be. False: that was the request itself. A
         request alone always succeeds (max_length is bounded by the cache), so the first in order always advances."""
-        num_tokens = self.speculation.ahead(request, num_tokens, self.kv)
-        while (new := self.kv.allocate(request, num_tokens)) is None:
+        while (new := self.speculation.allocate(request, num_tokens, self.kv)) is None:
             victim = self.running.pop()
             self._preempt(victim, draft)
             if victim is request:
@@ -272,7 +271,7 @@ class Scheduler:
                 break
             kv.admit(request, prefix)
             self.speculation.admit(request)
-            new = kv.allocate(request, self.speculation.ahead(request, num_cached + count, kv))
+            new = self.speculation.allocate(request, num_cached + count, kv)
             if new is None or not self.takeover.bring(request, num_cached, num_cached + count):
                 kv.free(request)  # in the next step it begins without
                 break

@@ -17,10 +17,9 @@ class Costs:
         """ahead: seconds, before they are paid for."""
         return self.spent + max(0.0, self._trial) + seconds <= SHARE * self.served + ahead
 
-    def add_step(self, seconds: float, num: int, trying: bool, needed: float) -> None:
-        """num: such steps, of which one was measured. needed: that the best would have taken. A trial may have been
-        better: then it has cost nothing."""
-        self.served += num * seconds
+    def add_step(self, seconds: float, trying: bool, needed: float) -> None:
+        """needed: that the best would have taken. A trial may have been better: then it has cost nothing."""
+        self.served += seconds
         if trying:
             self._trial += seconds - needed
         elif self._trial:

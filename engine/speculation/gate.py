@@ -11,8 +11,9 @@ What decodes gain has to pay for what prompts lose: of a model that drafts the p
 divided among the tokens that requests usually have.
 
 Each rank says what it would do in the record of every step, and all do what the rank with most sequences said: the
-passes of a layer that drafts are exchanges between all of them. So all learn the same of what a step took where the
-model drafts.
+passes of a layer that drafts are exchanges between all of them, and a step is over when all have computed it. So all
+learn the same of what a step took. Where the model does not draft, some requests have no drafts, or fewer than are
+wanted: what a step took is then what steps of that number took with as many as there were.
 """
 
 from __future__ import annotations
@@ -23,29 +24,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
 
 from engine.agreement import StepPlan
 from engine.hooks import Lesson, StepCompanion, StepHook
 from engine.schedule import Schedule
 from engine.speculation.costs import Costs
+from engine.speculation.meter import MeteredStep, StepMeter
 from engine.speculation.speculation import Speculation
-from engine.speculation.times import MARGIN, SETTLED, StepTimes, best_of, expected_tokens, size_of, tokens_per_second
-from engine.speculation.trials import AGAIN, AHEAD, COLD, FIRST, HELD, NEAR, TRIAL, TRIALS, Trials
+from engine.speculation.times import MARGIN, SETTLED, StepTimes, best_of, expected_tokens, size_of
+from engine.speculation.trials import AGAIN, AHEAD, COLD, FIRST, NEAR, TRIAL, TRIALS, Trials
 from ep.recorder import Kind
 
 PRACTISED = (1, 32, 8)  # requests at a time; what steps of other numbers take follows from these
 PRACTICE, PRACTICE_OF_MANY = 12, SETTLED + 3  # steps of so many drafts, of one request and more: the first is captured
 PRACTICE_SECONDS = 1.5  # for all of them
 KEPT = 4096  # steps after which times are written
-EVERY = 8  # steps without drafts, of which one is measured where nothing is tried: measuring takes time, too
-LONGEST_GAP = 0.5  # seconds between two steps that follow each other
+RECENT_PART = 0.05  # of a step
 
 
 class Gate(StepCompanion):
     """One rank's. adaptive: False: always as many as there may be. file: where times are remembered; None: nowhere."""
 
-    num_words = 4
+    num_words = 5
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class Gate(StepCompanion):
         clock: Callable[[], float] = perf_counter,
         most_sequences: int = 1,
     ) -> None:
-        self.times = (StepTimes.read(file) if file is not None else None) or StepTimes()
+        times = StepTimes.read(file) if file is not None else None
+        self.meter = StepMeter(times or StepTimes(), clock)
         self._speculation = speculation
         self._adaptive = adaptive
         self._most_sequences = most_sequences  # of a rank
         self._leads, self._file = leads, file if leads else None
-        self._clock = clock
         self._most = speculation.max_drafts
         self._wanted = (self._most, self._most)  # drafts to verify, drafts to make
         self._trial = 0  # they are wanted for one; 2: it has just begun
@@ -69,40 +69,44 @@ class Gate(StepCompanion):
         self._needless = False  # without it no drafts would be made of prompts
         self._without = False  # a trial without drafts is under way: its requests are without any until they end
         self._trials: dict[int, Trials] = {}  # by the size of so many sequences
-        self._part = 1.0  # of the sequences, that have drafts where they may
+        self._part = 1.0  # of the sequences, that have drafts where they may; all, where the model drafts
+        self._verifying = (0, False)  # whether the next step is one of a trial, and of this rank's
         self._lately = deque[int]([], AGAIN)  # sequences of steps that decode, as sizes
-        self._last = _Step(-2, 0, 0, 0, False, False, False, False, 0.0)  # the step before
-        self._began = 0.0  # when it began
         self._schedule = Schedule(-1)  # the last one that was proposed
-        self._costs = Costs()
         self._best_rate = 0.0  # of what was last chosen; 0: not known
-        self._unwritten = 0
-        self._lesson, self._measures = (0, 0), True  # drafts to practise, steps that are left; whether these count
+        self._lesson = (0, 0)  # drafts to practise, steps that are left
+
+    @property
+    def times(self) -> StepTimes:
+        return self.meter.times
 
     def lessons(self) -> Iterator[Lesson]:
         """How long steps take that are not known yet; what is, is only captured for one request. Of all numbers of
         drafts of that one, of others none, one and the most."""
         if not self._adaptive or not self._speculation.models:
             return
-        end = self._clock() + PRACTICE_SECONDS
-        self.practises, known = True, self.times.told()
+        meter = self.meter
+        end = meter.clock() + PRACTICE_SECONDS
+        self.practises = meter.practises = True
+        known = self.times.told()
         for num, depth, measured in self._unknown():
-            began = self._clock()
-            self._lesson, self._measures = (depth, PRACTICE if num == 1 else PRACTICE_OF_MANY), measured
+            began = meter.clock()
+            self._lesson, meter.measures = (depth, PRACTICE if num == 1 else PRACTICE_OF_MANY), measured
             own = num if self._leads or num > 1 or not measured else 0  # one stream is one rank's
             until = float("inf") if own else end  # the rank that leads may practise no more by then
             yield Lesson(own, partial(self._goes_on, until))
-            if 2 * self._clock() - began > end:
+            if 2 * meter.clock() - began > end:
                 break
-        self.practises, self._measures = False, True
+        meter.count()
+        self.practises, meter.practises, meter.measures = False, False, True
         self.times.settle(self._most)
         self._trials.clear()
-        self._costs, self._trial = Costs(), 0
+        meter.costs, self._trial = Costs(), 0
         if self.times.told() != known:
             self.close()
 
     def _goes_on(self, until: float) -> bool:
-        return self._lesson[1] > 0 and self._clock() < until
+        return self._lesson[1] > 0 and self.meter.clock() < until
 
     def _unknown(self) -> list[tuple[int, int, bool]]:
         """Sequences and drafts that are to be practised, and whether to be measured: steps of one are captured first,
@@ -121,10 +125,11 @@ class Gate(StepCompanion):
         return found
 
     def propose(self, schedule: Schedule) -> Sequence[int]:
-        """The words: drafts to verify in the next step, drafts to make in this one, one and the sequences, and whether
-        the step is one of a trial (1) that is not measured (2). A rank that practises something else says zeros, and
-        would make no drafts."""
+        """The words: drafts to verify in the next step, drafts to make in this one, one and the sequences, whether the
+        step is one of a trial (1) that is not measured (2), and whether it has nothing but decodes. A rank that practises
+        something else says zeros, and would make no drafts."""
         self._schedule, num = schedule, len(schedule.rows)
+        decodes = schedule.num_tokens == num + schedule.num_drafts
         if self.practises:
             self._want(self._lesson[0], False)
         elif self._adaptive and num and self._speculation.busy:
@@ -134,41 +139,46 @@ class Gate(StepCompanion):
                 if not one.trial[0]:
                     one.trial = (0, 0)
                 self._want(0, self._without)
-            elif schedule.num_tokens == num + schedule.num_drafts:
+            elif decodes:
                 self._lately.append(size_of(num))
                 self._choose(one, num, not schedule.warm)
             else:  # many come one after another: the first of them begin as all go on, or some would have no drafts
                 num = max(num, max(set(self._lately), key=self._lately.count, default=0))
                 self._begin(self._trials_of(num), num)
-        return (*self._wanted, 1 + len(schedule.rows), self._trial)
+        return (*self._wanted, 1 + len(schedule.rows), self._trial, decodes)
 
     def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook | None:
         models = self._speculation.models
         if not self._most or not (models or self._speculation.busy):
             return None
-        verify, depth, num, trial = said[0] if len(said) == 1 else max(said, key=lambda words: words[2])
+        verify, depth, num, trial, _ = said[0] if len(said) == 1 else max(said, key=lambda words: words[2])
         num -= 1
         if num <= 0 or not all(words[2] for words in said):
             return None
-        self._speculation.depth = verify
-        # More than may be verified have no memory.
-        depth = min(depth, 1 + self._speculation.max_in_step // num) if models else 0
-        most = max(plan.num_tokens)
-        decodes = most == num * (1 + depth)
+        verified, self._speculation.depth = self._speculation.depth, verify
+        own = self._trial > 0 and trial > 0 and len(self._schedule.rows) == num
+        if models:  # more than may be verified have no memory
+            depth = min(depth, 1 + self._speculation.max_in_step // num)
+            decodes = max(plan.num_tokens) == num * (1 + depth)
+        else:  # what this step verifies was said with the one before
+            depth, decodes = verified, all(words[4] for words in said)
+            (trial, own), self._verifying = self._verifying, (trial, own)
         if self.practises:
             self._lesson = self._lesson[0], self._lesson[1] - decodes
-        elif not depth and not trial and models and plan.step % EVERY > 1:
+        elif not (depth or trial or self._schedule.new_rows) and decodes and self.meter.goes_on(plan.step, num):
             return None
-        trial = trial if models else self._trial  # tokens say nothing of what others verify
-        own = self._trial > 0 and trial > 0 and (not models or len(self._schedule.rows) == num)
-        step = _Step(plan.step, num, most, depth, decodes, trial > 0, trial > 1, own, 0.0)
-        if models:
-            self._hear(step)
-        self._begins(step, self._schedule)
-        return _Drafting(self, step) if depth else None
+        step = MeteredStep(plan.step, num, depth, decodes, trial > 0, trial > 1, own, self._expected() if own else 0.0)
+        self._hear(step)
+        begin = bool(self._schedule.new_rows) or not (self._schedule.rows or decodes)  # here or on another rank
+        self.meter.begins(step, begin, self._best_rate if self._charged else 0.0)
+        if depth and decodes and not models and self._schedule.rows:
+            part = sum(map(bool, self._schedule.drafts)) / len(self._schedule.rows)
+            self._part += RECENT_PART * (part - self._part)
+        return _Drafting(self, step) if models and depth else None
 
     def close(self) -> None:
-        if self._file is not None and self._unwritten:
+        if self._file is not None and self.meter.num_new:
+            self.meter.num_new = 0
             with contextlib.suppress(OSError):
                 self.times.write(self._file)
 
@@ -180,9 +190,9 @@ class Gate(StepCompanion):
             self._trials[size] = Trials()
         return self._trials[size]
 
-    def _hear(self, step: _Step) -> None:
+    def _hear(self, step: MeteredStep) -> None:
         """Another rank's trial counts as one of this one's."""
-        last = self._last
+        last = self.meter.last
         if last.trying and not last.own and not step.trying:
             self._trials_of(last.num).end()
         elif step.trying and not step.own and (last.trying, last.depth) != (True, step.depth):
@@ -195,7 +205,7 @@ class Gate(StepCompanion):
         """A step with prompts: what is best for so many sequences, if anything is known, not what smaller steps want;
         or the beginning of a trial, which then needs no graphs of steps between two numbers."""
         one.prompted = one.steps
-        self.times.keep_pace(num, one.proves)
+        self._learn(one, num)
         rates = self._rates(num)
         if one.trial[1] and one.since >= FIRST:
             one.end()  # it was long enough
@@ -224,11 +234,10 @@ class Gate(StepCompanion):
                 one.end()
             self._want(depth, True, one.steps - one.tried_at[depth] < COLD)
             return
-        one.held -= 1
         if one.held > 0 and one.chosen is not None:
             self._want(one.chosen, self._without)
             return
-        self.times.keep_pace(num, one.proves)
+        self._learn(one, num)
         one.proves = None
         rates = self._rates(num)
         best = best_of(rates)
@@ -241,10 +250,17 @@ class Gate(StepCompanion):
             self._take(one, num, best, rates)
             self._want(best, self._without)
 
+    def _learn(self, one: Trials, num: int) -> None:
+        """What was measured until now."""
+        self.meter.count()
+        self.times.keep_pace(num, one.proves)
+        if self.meter.num_new >= KEPT:
+            self.close()
+
     def _take(self, one: Trials, num: int, best: int, rates: Mapping[int, float]) -> None:
-        one.chosen, one.held, self._best_rate = best, HELD, rates[best]
-        if self._speculation.models:
-            self.times.serves(num, best)
+        one.choose(best)
+        self._best_rate = rates[best]
+        self.times.serves(num, best)
 
     def _try(self, one: Trials, num: int, rates: dict[int, float], best: int, after: float) -> bool:
         """Whether a trial begins. after: so many steps since the last one, where all are known."""
@@ -263,22 +279,31 @@ class Gate(StepCompanion):
         """Tokens per second by the number of drafts, as far as they are known."""
         drafts = self._speculation
         usual = drafts.usual_output
-        prompts = self._costs.of_request / usual if usual and drafts.models else 0.0  # seconds per token
+        prompts = self.meter.costs.of_request / usual if usual and drafts.models else 0.0  # seconds per token
         found: dict[int, float] = {}
         for depth in range(self._most_of(num) + 1):
-            rate = tokens_per_second(self.times, drafts.acceptance, num, self._part, depth, drafts.models)
-            if rate is not None:
+            step = self.times.usual(num, depth)
+            if step is not None:
+                rate = num * self._tokens(depth) / step.value
                 found[depth] = rate / (1 + rate * prompts) if depth else rate
         return found
+
+    def _tokens(self, depth: int) -> float:
+        """That a step with so many drafts brings to a sequence."""
+        return 1.0 + self._part * (expected_tokens(self._speculation.acceptance, depth) - 1.0)
 
     def _to_try(self, one: Trials, num: int, rates: dict[int, float], best: int, after: float) -> int | None:
         """So many drafts are to be measured now; None: nothing is. None at all last: requests lose the thread by it,
         where the model drafts."""
-        acceptance, best_rate = self._speculation.acceptance, rates.get(best, 0.0)
+        models, best_rate = self._speculation.models, rates.get(best, 0.0)
+        if not models:  # as many as are made at first; then none, which only costs what the drafts would have brought
+            for depth in (self._most_of(num), 0):
+                if depth not in rates and one.tried.get(depth, 0) < TRIALS:
+                    return depth
         better = best_rate * (1 + MARGIN) if best == 0 else best_rate
         most = float("inf")  # sequences times steps per second: one with more drafts takes at least as long
         for depth in range(self._most_of(num) + 1):
-            tokens = expected_tokens(acceptance, depth)
+            tokens = self._tokens(depth)
             if depth in rates:
                 most = min(most, rates[depth] / tokens)
             elif depth and one.tried.get(depth, 0) < TRIALS and tokens * most > better:
@@ -295,77 +320,24 @@ class Gate(StepCompanion):
         nearest = one.tried or (best and rates[0] * (1 + 2 * MARGIN) > best_rate)
         order = {depth: -rates[depth] if nearest else -depth for depth in others}
         depth = min(others, key=lambda depth: (one.tried_at.get(depth, -1), far[depth], order[depth]))
-        tokens = TRIAL * num * expected_tokens(acceptance, depth)
-        if not depth:
+        tokens = TRIAL * num * self._tokens(depth)
+        if not depth and models:
             tokens = max(tokens, num * self._speculation.usual_output)
         loss = min(1 / rates[depth], 2.5 / rates[best]) - 1 / rates[best]  # what seems to be worse may not be so
-        ahead = 0.0 if far[depth] else AHEAD * num * expected_tokens(acceptance, best) / rates[best]
-        return depth if self._costs.may_cost(tokens * loss, ahead) else None
+        ahead = 0.0 if far[depth] else AHEAD * num * self._tokens(best) / rates[best]
+        return depth if self.meter.costs.may_cost(tokens * loss, ahead) else None
 
     # ---- measuring ----
 
-    def now(self) -> float:
-        return self._clock()
+    def _expected(self) -> float:
+        """Tokens that this rank's step may be expected to bring."""
+        acceptance = self._speculation.acceptance
+        tokens = sum(expected_tokens(acceptance, len(drafts)) for drafts in self._schedule.drafts)
+        return tokens or float(len(self._schedule.rows))
 
-    def _begins(self, step: _Step, schedule: Schedule) -> None:
-        """A step begins, and so the one before it is over."""
-        now, last, began = self._clock(), self._last, self._began
-        if step.own:
-            acceptance = self._speculation.acceptance
-            tokens = sum(expected_tokens(acceptance, len(drafts)) for drafts in schedule.drafts)
-            step = step._replace(tokens=tokens or float(len(schedule.rows)))
-        if not self._speculation.models:
-            # Tokens say nothing of what others verify, so each rank knows of its own.
-            num, num_tokens = len(schedule.rows), schedule.num_tokens
-            decodes = num == step.num and num_tokens == num + schedule.num_drafts
-            step = step._replace(decodes=decodes, num_tokens=num_tokens)
-            if schedule.drafts:
-                self._part += 0.05 * (sum(map(bool, schedule.drafts)) / num - self._part)
-        self._last, self._began = step, now
-        if last.step + 1 != step.step or not last.num or now - began >= LONGEST_GAP:
-            return  # there may have been nothing to do in between
-        if schedule.new_rows or not (schedule.rows or step.decodes):
-            return  # requests begin, here or on another rank
-        rate = self._best_rate
-        charged = self._charged and last.own and rate > 0
-        num = EVERY if self._speculation.models and not last.depth and not last.trying else 1
-        self._costs.add_step(now - began, num, charged, last.tokens / rate if charged else 0.0)
-        if last.decodes and step.decodes and last.num == step.num and not last.cold and self._measures:
-            self._note(last, now - began)
-
-    def drafted(self, step: _Step, schedule: Schedule, seconds: float) -> None:
+    def drafted(self, step: MeteredStep, schedule: Schedule, seconds: float) -> None:
         """The passes over a step with prompts took so long. Of the thread that computes."""
-        self._costs.add_prompts(len(schedule.new_rows), seconds, step.own and self._needless)
-
-    def _note(self, step: _Step, seconds: float) -> None:
-        """A step of nothing but decodes took so long, until the next one of as many sequences. All ranks hear it, and
-        learn the same."""
-        if self._speculation.models and not (step.trying or self.practises):
-            self.times.serves(step.num, step.depth)
-        if step.depth:
-            self.times.add_drafting(step.num, step.depth, seconds, step.trying)
-        else:
-            self.times.add_step(step.num_tokens, seconds, step.trying)
-        self._unwritten += 1
-        if self._unwritten >= KEPT:
-            self.close()
-            self._unwritten = 0
-
-
-class _Step(NamedTuple):
-    """Of the rank with most sequences: how many, and the drafts that the model makes for each of them. num_tokens: of
-    the rank with most. decodes: whether they only decode, and verify as many drafts. trying: it belongs to a trial, and
-    cold: is not measured; own: to one of this rank's. tokens: of this rank, that it may be expected to bring."""
-
-    step: int
-    num: int
-    num_tokens: int
-    depth: int
-    decodes: bool
-    trying: bool
-    cold: bool
-    own: bool
-    tokens: float
+        self.meter.costs.add_prompts(len(schedule.new_rows), seconds, step.own and self._needless)
 
 
 class _Drafting(StepHook):
@@ -373,7 +345,7 @@ class _Drafting(StepHook):
 
     watches = True
 
-    def __init__(self, gate: Gate, step: _Step) -> None:
+    def __init__(self, gate: Gate, step: MeteredStep) -> None:
         self._gate, self._step = gate, step
         self._prompts: Schedule | None = None
         self._sampled = 0.0
@@ -387,6 +359,6 @@ class _Drafting(StepHook):
         if self._prompts is None:
             return
         if kind is Kind.SAMPLING:
-            self._sampled = self._gate.now()
+            self._sampled = self._gate.meter.clock()
         elif kind is Kind.DRAFTING:
-            self._gate.drafted(self._step, self._prompts, self._gate.now() - self._sampled)
+            self._gate.drafted(self._step, self._prompts, self._gate.meter.clock() - self._sampled)

@@ -149,12 +149,16 @@ class Speculation:
         if source is not None:
             source.observe(request, num_accepted)
 
-    def ahead(self, request: Request, num_tokens: int, cache: CacheManager) -> int:
-        """So many tokens, and as many more as the drafter wants room for and no other request has to give it."""
-        if not request.speculates or not self.lookahead:
-            return num_tokens
-        most = min(cache.room(request), request.max_length - 1)
-        return max(num_tokens, min(num_tokens + self.lookahead, most))
+    def allocate(self, request: Request, num_tokens: int, cache: CacheManager) -> list[list[int]] | None:
+        """Blocks for so many tokens, and for as many more as the drafter wants room for and no other request has to give
+        it. As of CacheManager."""
+        if request.speculates and self.lookahead:
+            most = min(cache.room(request), request.max_length - 1)
+            num_tokens = max(num_tokens, min(num_tokens + self.lookahead, most))
+        new = cache.allocate(request, num_tokens)
+        if new and self._warm_blocks:
+            self._warm_blocks.difference_update(new[0])  # what they held is gone
+        return new
 
     def warm(self, requests: Sequence[Request]) -> list[bool]:
         """Of each whether the model can draft for it; []: of all."""
@@ -181,15 +185,16 @@ class Speculation:
         if self._model is None:
             return
         size, running = self._block_size, Status.RUNNING
-        if drafts is None and (not step.warm or any(step.warm)):
-            self._cold.update(request.request_id for request in requests if request.status is running)
+        if drafts is None:
+            if not step.warm or any(step.warm):
+                self._cold.update(request.request_id for request in requests if request.status is running)
+            return
         for index, (request, start, count) in enumerate(zip(requests, step.starts, step.counts, strict=True)):
-            if drafts is not None and drafts[index] and request.status is running:
+            if drafts[index] and request.status is running:
                 self._model.offer(request, len(request.tokens) + len(token_ids[index]), drafts[index])
             if (start + count) % size < count and request.status is running:  # a block is full
-                written = request.held.tables[0][start // size : (start + count) // size]
-                warm, cold = self._warm_blocks, request.request_id in self._cold
-                (warm.difference_update if cold else warm.update)(written)
+                if request.request_id not in self._cold:
+                    self._warm_blocks.update(request.held.tables[0][start // size : (start + count) // size])
 
     def forget(self, request: Request) -> None:
         """It has ended."""

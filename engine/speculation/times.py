@@ -16,7 +16,7 @@ SETTLED = 3  # samples that count, behind the first, which may compile or captur
 LATELY = 32  # samples of which the mean counts
 OUTLIER = 3.0  # times the middle one: a step that took longer counts as so long
 MARGIN = 0.05  # by which drafts have to be better than none: what is measured beside other work is not exact
-FORMAT = 3
+FORMAT = 4
 
 _SIZE_OF = [SIZES[bisect_left(SIZES, count)] for count in range(SIZES[-1] + 1)]
 
@@ -90,45 +90,26 @@ class Usual:
 
 class StepTimes:
     """Each from the beginning of a step to that of the next one, with all that the host and other ranks do meanwhile.
-    steps: of so many tokens, all of which decode or are drafts, where the model makes none. drafting: of so many
-    sequences, where the model makes so many for each and as many are verified."""
+    usuals: of steps of so many sequences (as a size), that only decode, with so many drafts wanted for each."""
 
     def __init__(self) -> None:
-        self.steps: dict[int, Usual] = {}
-        self.drafting: dict[tuple[int, int], Usual] = {}
+        self.usuals: dict[tuple[int, int], Usual] = {}
         self._paces: dict[int, tuple[int, float]] = {}  # by size: drafts of what serves, seconds when last compared
 
-    def add_step(self, num_tokens: int, seconds: float, trying: bool = False) -> None:
-        size = size_of(num_tokens)
-        if size not in self.steps:
-            self.steps[size] = Usual()
-        self.steps[size].add(seconds, trying)
-
-    def add_drafting(self, num_sequences: int, depth: int, seconds: float, trying: bool = False) -> None:
+    def add(self, num_sequences: int, depth: int, seconds: Sequence[float], trying: bool = False) -> None:
         key = size_of(num_sequences), depth
-        if key not in self.drafting:
-            self.drafting[key] = Usual()
-        self.drafting[key].add(seconds, trying)
-
-    def step(self, num_tokens: float) -> float | None:
-        """None: not known yet. Between two sizes on a straight line."""
-        known = [size for size in SIZES if size in self.steps and self.steps[size].known]
-        at = bisect_left(known, num_tokens)
-        if at == len(known) or (known[at] != num_tokens and at == 0):
-            return None
-        above = known[at]
-        if above == num_tokens:
-            return self.steps[above].value
-        below = known[at - 1]
-        part = (num_tokens - below) / (above - below)
-        return (1 - part) * self.steps[below].value + part * self.steps[above].value
+        if key not in self.usuals:
+            self.usuals[key] = Usual()
+        for value in seconds:
+            self.usuals[key].add(value, trying)
 
     def usual(self, num_sequences: int, depth: int) -> Usual | None:
-        """Of a step of so many sequences in which the model makes so many drafts of each, by those of its size. None:
-        not known yet."""
-        size = size_of(num_sequences)
-        found = self.drafting.get((size, depth)) if depth else self.steps.get(size)
+        """None: not known yet."""
+        found = self.usuals.get((size_of(num_sequences), depth))
         return found if found is not None and found.known else None
+
+    def known(self) -> list[tuple[tuple[int, int], Usual]]:
+        return [(key, usual) for key, usual in sorted(self.usuals.items()) if usual.known]
 
     def serves(self, num_sequences: int, depth: int) -> None:
         """Steps with so many drafts do, from now on; all ranks hear it."""
@@ -148,9 +129,8 @@ class StepTimes:
         usual = self.usual(size, depth)
         if usual is None or not before or usual.value == before:
             return
-        same = {other: found for (of, other), found in self.drafting.items() if of == size}
-        for other, found in [(0, self.steps.get(size)), *same.items()]:
-            if found is not None and found.known and other not in (depth, but):
+        for (of, other), found in self.usuals.items():
+            if of == size and found.known and other not in (depth, but):
                 found.scale(usual.value / before)
         self._paces[size] = depth, usual.value
 
@@ -159,8 +139,7 @@ class StepTimes:
         straight lines: between two numbers of drafts, and by the number of sequences also beyond them."""
         self._paces.clear()
         known: dict[int, dict[int, float]] = {}  # by drafts and sequences
-        measured = {(size, 0): usual for size, usual in self.steps.items()} | self.drafting
-        for (size, depth), usual in measured.items():
+        for (size, depth), usual in self.usuals.items():
             seconds = usual.settled()
             if seconds is not None:
                 known.setdefault(depth, {})[size] = seconds
@@ -171,19 +150,14 @@ class StepTimes:
         for depth in range(most + 1):
             times = dict(known.get(depth, {}))
             for size in SIZES if len(times) > 1 else list(times):
-                usual = Usual(_between(times, size))
-                if depth:
-                    self.drafting[size, depth] = usual
-                else:
-                    self.steps[size] = usual
+                self.usuals[size, depth] = Usual(_between(times, size))
 
     # ---- kept on disk ----
 
     def write(self, file: Path) -> None:
         """Raises OSError."""
-        steps = [[size, usual.value] for size, usual in sorted(self.steps.items()) if usual.known]
-        drafting = [[*key, usual.value] for key, usual in sorted(self.drafting.items()) if usual.known]
-        write_json(file, {"format": FORMAT, "steps": steps, "drafting": drafting})
+        usuals = [[*key, usual.value] for key, usual in self.known()]
+        write_json(file, {"format": FORMAT, "usuals": usuals})
 
     @classmethod
     def read(cls, file: Path) -> StepTimes | None:
@@ -193,26 +167,16 @@ class StepTimes:
         try:
             if values["format"] != FORMAT:
                 return None
-            for size, seconds in values["steps"]:
-                times.steps[int(size)] = Usual(float(seconds))
-            for size, depth, seconds in values["drafting"]:
-                times.drafting[int(size), int(depth)] = Usual(float(seconds))
+            for size, depth, seconds in values["usuals"]:
+                times.usuals[int(size), int(depth)] = Usual(float(seconds))
         except (KeyError, TypeError, ValueError):
             return None
         return times
 
     def told(self) -> str:
         """For `explain`."""
-        steps = ", ".join(
-            f"{size}: {1e3 * usual.value:.3g}" for size, usual in sorted(self.steps.items()) if usual.known
-        )
-        drafting = ", ".join(
-            f"{size}x{depth}: {1e3 * usual.value:.3g}"
-            for (size, depth), usual in sorted(self.drafting.items())
-            if usual.known
-        )
-        text = f"ms of a step by its tokens: {steps or 'not measured'}"
-        return text + (f"; with drafting by sequences and depth: {drafting}" if drafting else "")
+        told = (f"{size}x{depth}: {1e3 * usual.value:.3g}" for (size, depth), usual in self.known())
+        return f"ms of a step by its sequences and the drafts of each: {', '.join(told) or 'not measured'}"
 
 
 def _between(known: Mapping[int, float], at: int) -> float:
@@ -242,25 +206,3 @@ def expected_tokens(acceptance: Sequence[float], depth: int) -> float:
         reached *= right
         total += reached
     return total
-
-
-def tokens_per_second(
-    times: StepTimes,
-    acceptance: Sequence[float],
-    num_sequences: int,
-    part: float,
-    depth: int,
-    drafts: bool,
-) -> float | None:
-    """Of all sequences. part: of them that have drafts, where the model does not make them itself (drafts). None:
-    not measured."""
-    if drafts:
-        usual = times.usual(num_sequences, depth)
-        part, step = 1.0, None if usual is None else usual.value
-    else:
-        step = times.step(
-            num_sequences * (1 + part * depth) if part == 1 else round(num_sequences * (1 + part * depth))
-        )
-    if step is None:
-        return None
-    return num_sequences * (1 + part * (expected_tokens(acceptance, depth) - 1)) / step

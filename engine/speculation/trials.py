@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.speculation.times import SETTLED, Usual
 
 AGAIN = 64  # steps of a size, after which a step with prompts begins a trial; twice as many: any step, where none comes
-HELD = 8  # steps of a size for which what was chosen stays, where all that bears on it is known
+HELD, LONG_HELD = 8, 64  # steps of a size for which what was chosen stays: twice as many each time that it is again
 PROOF = 16  # of those behind a trial: with as many before it they tell the pace at which it was measured
 COLD = 4  # steps of a trial that are not measured: behind prompts and other numbers much comes from memory anew
 FIRST = COLD + SETTLED + 3  # steps of one: those, one that begins it, one that may compile, and one that ends it
@@ -28,18 +28,26 @@ class Trials:
         self.chosen: int | None = None
         self.proves: int | None = None
         self.steps = self.held = self.since = self.prompted = 0
+        self._hold = HELD
 
     def tick(self) -> None:
         self.steps += 1
         self.since += 1
+        self.held -= 1
 
     @property
     def proving(self) -> bool:
-        """What was chosen is measured again, behind a trial. None at all is not: few of its steps are measured."""
-        return self.proves is not None and bool(self.chosen) and self.held > 0
+        """What was chosen is measured again, behind a trial."""
+        return self.proves is not None and self.chosen is not None and self.held > 0
+
+    def choose(self, depth: int) -> None:
+        """So many drafts, for a while."""
+        self._hold = min(2 * self._hold, LONG_HELD) if depth == self.chosen else HELD
+        self.chosen, self.held = depth, self._hold
 
     def end(self) -> None:
         """The trial is over."""
+        self._hold = HELD
         self.proves, self.trial = self.trial[0], (self.trial[0], 0)
         self.held = PROOF
 

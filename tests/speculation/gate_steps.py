@@ -27,8 +27,8 @@ def filled(
     steps: dict[int, float], drafting: dict[tuple[int, int], float], usual: Callable[[float], Usual] = measured
 ) -> StepTimes:
     times = StepTimes()
-    times.steps = {size: usual(seconds) for size, seconds in steps.items()}
-    times.drafting = {key: usual(seconds) for key, seconds in drafting.items()}
+    without = {(size, 0): seconds for size, seconds in steps.items()}
+    times.usuals = {key: usual(seconds) for key, seconds in (without | drafting).items()}
     return times
 
 
@@ -42,7 +42,7 @@ def gate_of(times: StepTimes, acceptance: list[float]) -> Gate:
     speculation._acceptance = acceptance
     speculation._open.add(1)
     gate = Gate(speculation, adaptive=True)
-    gate.times = times
+    gate.meter.times = times
     return gate
 
 
@@ -85,9 +85,9 @@ class Steps:
 
     def go(self, count: int) -> list[int]:
         """What is drafted in each of so many steps."""
-        self.gate._clock = lambda: self.at
+        self.gate.meter.clock = lambda: self.at
         if self.other is not None:
-            self.other._clock = self.gate._clock
+            self.other.meter.clock = self.gate.meter.clock
         return [self._one() for _ in range(count)]
 
     def _one(self) -> int:
@@ -100,7 +100,7 @@ class Steps:
         now = Schedule(self.step, [], new, rows=rows, counts=counts, drafts=drafts, warm=[] if self.warm else [False])
         words = self.gate.propose(now)
         plan = StepPlan(self.step, True, False, (sum(counts), 0), (9, 9))
-        said = [words, (0, 0, 1, 0)] if self.other is None else [words, self.other.propose(Schedule(self.step))]
+        said = [words, (0, 0, 1, 0, True)] if self.other is None else [words, self.other.propose(Schedule(self.step))]
         hook = self.gate.join(plan, said)
         if self.other is not None:
             self.other.join(plan, said)

@@ -18,7 +18,7 @@ from engine.schedule import Schedule
 from engine.speculation.gate import PRACTICE_SECONDS, Gate
 from engine.speculation.model_drafts import ModelDrafts
 from engine.speculation.speculation import Speculation
-from engine.speculation.times import LATELY, StepTimes, Usual, expected_tokens, size_of, tokens_per_second
+from engine.speculation.times import LATELY, StepTimes, Usual, expected_tokens, size_of
 from engine.speculation.trials import AGAIN, TRIALS
 from models.tiny import CHECKPOINT
 
@@ -64,21 +64,14 @@ def test_what_is_remembered_holds_until_it_is_measured() -> None:
     assert (usual.known, usual.measured, usual.value) == (True, True, pytest.approx(5.0))
 
 
-def test_between_two_sizes_on_a_straight_line() -> None:
-    times = filled({1: 1.0, 4: 1.6, 64: 7.6}, {})
-    assert times.step(1) == 1.0 and times.step(2) == pytest.approx(1.2) and times.step(34) == pytest.approx(4.6)
-    assert times.step(65) is None and times.usual(1, 1) is None
-    assert [size_of(count) for count in (1, 7, 100, 9999)] == [1, 8, 128, 512]
-
-
 def test_what_is_to_be_expected() -> None:
     assert expected_tokens([0.8, 0.5, 0.5], 0) == 1
     assert expected_tokens([0.8, 0.5, 0.5], 3) == pytest.approx(1 + 0.8 + 0.4 + 0.2)
-    times = filled({1: 1.0, 2: 1.5}, {(1, 1): 1.6})
-    assert tokens_per_second(times, [0.8], 1, 1.0, 1, True) == pytest.approx(1.8 / 1.6)
-    assert tokens_per_second(times, [0.8], 1, 1.0, 1, False) == pytest.approx(1.8 / 1.5)
-    assert tokens_per_second(times, [0.8], 1, 0.5, 1, False) == pytest.approx(1.4 / 1.5)
-    assert tokens_per_second(times, [0.8, 0.8], 1, 1.0, 2, True) is None
+    gate = gate_of(filled({1: 1.0}, {(1, 1): 1.6}), [0.8, 0.8])
+    assert gate._rates(1) == {0: 1.0, 1: pytest.approx(1.8 / 1.6)}
+    gate._part = 0.5  # of the requests have drafts
+    assert gate._rates(1) == {0: 1.0, 1: pytest.approx(1.4 / 1.6)}
+    assert [size_of(count) for count in (1, 7, 100, 9999)] == [1, 8, 128, 512]
 
 
 def test_it_is_remembered(tmp_path: Path) -> None:
@@ -86,13 +79,13 @@ def test_it_is_remembered(tmp_path: Path) -> None:
     times.write(tmp_path / "deep" / "file")
     found = StepTimes.read(tmp_path / "deep" / "file")
     assert found is not None and found.told() == times.told()
-    assert "1: 1, 2: 2" in found.told() and "1x1: 5" in found.told()
+    assert "1x0: 1, 1x1: 5, 2x0: 2" in found.told()
     for text in (
         "",
         "[]",
-        '{"format": 3}',
-        '{"format": 2, "steps": [], "drafting": []}',
-        '{"format": 3, "steps": [[1]], "drafting": []}',
+        '{"format": 4}',
+        '{"format": 3, "usuals": []}',
+        '{"format": 4, "usuals": [[1, 0]]}',
     ):
         (tmp_path / "broken").write_text(text)
         assert StepTimes.read(tmp_path / "broken") is None
@@ -107,7 +100,7 @@ DRAFTING = {(1, 1): 1.3, (1, 2): 1.6, (64, 1): 19.0, (64, 2): 27.5}
     ("acceptance", "num", "best"), [([0.8, 0.7], 1, 2), ([0.8, 0.1], 1, 1), ([0.1, 0.1], 1, 0), ([0.8, 0.7], 64, 0)]
 )
 def test_it_takes_the_best(acceptance: list[float], num: int, best: int) -> None:
-    assert gate_of(filled(STEPS, DRAFTING), acceptance).propose(decodes(num)) == (best, best, 1 + num, 0)
+    assert gate_of(filled(STEPS, DRAFTING), acceptance).propose(decodes(num)) == (best, best, 1 + num, 0, True)
 
 
 def test_none_at_all_is_tried_again_where_its_trials_broke_off() -> None:
@@ -135,10 +128,10 @@ def test_drafts_of_prompts_are_made_for_trials_that_begin() -> None:
 def test_prompts_get_what_was_chosen_for_so_many() -> None:
     """Not what fewer sequences want: to draft for all of them costs much, and makes them warm."""
     gate = gate_of(filled(STEPS, DRAFTING), [0.8, 0.7])
-    assert gate.propose(decodes(64)) == (0, 0, 65, 0)
-    assert gate.propose(decodes(1)) == (2, 2, 2, 0)
+    assert gate.propose(decodes(64)) == (0, 0, 65, 0, True)
+    assert gate.propose(decodes(1)) == (2, 2, 2, 0, True)
     prompts = Schedule(0, rows=list(range(64)), counts=[5] * 64)
-    assert gate.propose(prompts) == (0, 0, 65, 0)
+    assert gate.propose(prompts) == (0, 0, 65, 0, False)
 
 
 @pytest.mark.parametrize(("few", "many", "first", "later"), [(1.3, 19.0, 1, 0), (2.5, 10.5, 0, 1)])
@@ -155,7 +148,7 @@ def test_the_first_of_many_begin_as_the_many_did(few: float, many: float, first:
 def test_the_rank_with_most_sequences_decides() -> None:
     gate = gate_of(StepTimes(), [0.8, 0.7])
     plan = StepPlan(0, True, False, (1, 5), (9, 9))
-    hook = gate.join(plan, [(2, 2, 2, 0), (0, 1, 6, 0)])
+    hook = gate.join(plan, [(2, 2, 2, 0, True), (0, 1, 6, 0, True)])
     assert hook is not None and gate._speculation.depth == 0
     schedule = Schedule(0)
     hook.begin(schedule)
@@ -166,7 +159,7 @@ def test_no_more_is_drafted_than_may_be_verified() -> None:
     """The memory of all passes behind a step is as large as that of drafts in a step (64)."""
     gate = gate_of(StepTimes(), [0.8] * 8)
     for num, wanted in ((1, 8), (16, 5), (64, 2), (65, 1)):
-        hook = gate.join(StepPlan(0, True, False, (num, 1), (9, 9)), [(8, 8, 1 + num, 0), (8, 8, 2, 0)])
+        hook = gate.join(StepPlan(0, True, False, (num, 1), (9, 9)), [(8, 8, 1 + num, 0, True), (8, 8, 2, 0, True)])
         assert hook is not None
         hook.begin(schedule := Schedule(0))
         assert schedule.draft_depth == wanted
@@ -177,8 +170,8 @@ def test_beside_a_rank_that_practises_there_are_no_drafts() -> None:
     gate = gate_of(StepTimes(), [0.8, 0.7])
     plan = StepPlan(0, True, False, (1, 5), (9, 9))
     assert (
-        gate.join(plan, [(0, 0, 0, 0), (1, 1, 6, 0)]) is None
-        and gate.join(plan, [(2, 2, 1, 0), (1, 1, 6, 0)]) is not None
+        gate.join(plan, [(0, 0, 0, 0, False), (1, 1, 6, 0, True)]) is None
+        and gate.join(plan, [(2, 2, 1, 0, True), (1, 1, 6, 0, True)]) is not None
     )
 
 
@@ -205,7 +198,7 @@ def test_one_stream_is_practised_by_one_rank(leads: bool) -> None:
     told = []
     for lesson in gate.lessons():
         assert lesson.goes_on()
-        told.append((lesson.num_requests, gate._lesson[0], gate._measures))
+        told.append((lesson.num_requests, gate._lesson[0], gate.meter.measures))
         now[0] += 0.0 if lesson.num_requests else PRACTICE_SECONDS
         assert lesson.goes_on() is bool(lesson.num_requests)
         now[0] = 0.0
@@ -219,11 +212,11 @@ def test_what_serves_sets_the_pace() -> None:
     times = filled({1: 1.0}, {(1, 1): 2.0, (1, 2): 3.0, (8, 1): 5.0}, Usual)
     times.serves(1, 1)
     for _ in range(4):
-        times.add_drafting(1, 1, 4.0)
+        times.add(1, 1, [4.0])
     times.serves(1, 2)
     found = [times.usual(1, depth) for depth in range(3)]
     assert [usual and usual.value for usual in found] == [2.0, pytest.approx(4.0), 6.0]
-    assert times.drafting[8, 1].value == 5.0
+    assert times.usuals[8, 1].value == 5.0
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -1,0 +1,83 @@
+"""What steps take, from the beginning of one to that of the next, for the gate (engine/speculation/gate.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from engine.speculation.costs import Costs
+from engine.speculation.times import StepTimes
+
+LONGEST_GAP = 0.5  # seconds between two steps that follow each other
+TOGETHER = 16  # steps without drafts, of which only the time is taken when they begin, are counted together
+
+
+class MeteredStep(NamedTuple):
+    """Of the rank with most sequences: how many, and the drafts of each of them: that the model makes; where it does not,
+    that are wanted of others, to be verified. decodes: whether all ranks only decode, and with a model that drafts verify
+    as many. trying: it belongs to a trial, and cold: is not measured; own: to one of this rank's. tokens: of this rank,
+    that it may be expected to bring."""
+
+    step: int
+    num: int
+    depth: int
+    decodes: bool
+    trying: bool
+    cold: bool
+    own: bool
+    tokens: float
+
+
+class StepMeter:
+    """times: what it has measured. costs: of trials. practises: nothing serves; measures: what is computed counts."""
+
+    def __init__(self, times: StepTimes, clock: Callable[[], float]) -> None:
+        self.times, self.clock, self.costs = times, clock, Costs()
+        self.practises, self.measures = False, True
+        self.num_new = 0  # steps measured that are not written yet
+        self.last = MeteredStep(-2, 0, 0, False, False, False, False, 0.0)  # the step before
+        self._began = [0.0]  # when it began, and before that those that are not counted yet
+
+    def goes_on(self, number: int, num: int) -> bool:
+        """A step of so many sequences that only decodes begins behind one that it is like, both without drafts. False:
+        it does not."""
+        last = self.last
+        if last.step + len(self._began) != number or last.num != num or last.depth or last.trying or not last.decodes:
+            return False
+        self._began.append(self.clock())
+        if len(self._began) > TOGETHER:
+            self.count()
+        return True
+
+    def count(self) -> None:
+        """All steps that are over."""
+        began, last = self._began, self.last
+        if len(began) == 1:
+            return
+        took = [then - first for first, then in pairwise(began)]
+        took = [seconds for seconds in took if seconds < LONGEST_GAP]
+        self.costs.add_step(sum(took), False, 0.0)
+        self._note(last, took)
+        self.last, self._began = last._replace(step=last.step + len(began) - 1), began[-1:]
+
+    def begins(self, step: MeteredStep, requests_begin: bool, best_rate: float) -> None:
+        """A step begins, and so the one before it is over. requests_begin: with the step. best_rate: tokens per second
+        that this rank expects of what is best, if the trial under way is one that is charged; else 0."""
+        self.count()
+        now, last, (began,) = self.clock(), self.last, self._began
+        self.last, self._began = step, [now]
+        if last.step + 1 != step.step or not last.num or now - began >= LONGEST_GAP or requests_begin:
+            return  # there may have been nothing to do in between
+        charged = last.own and best_rate > 0
+        self.costs.add_step(now - began, charged, last.tokens / best_rate if charged else 0.0)
+        if last.decodes and step.decodes and last.num == step.num and not last.cold and self.measures:
+            self._note(last, [now - began])
+
+    def _note(self, step: MeteredStep, seconds: Sequence[float]) -> None:
+        """Steps of nothing but decodes took so long, each until the next one of as many sequences. All ranks hear it, and
+        learn the same."""
+        if not (step.trying or self.practises):
+            self.times.serves(step.num, step.depth)
+        self.times.add(step.num, step.depth, seconds, step.trying)
+        self.num_new += len(seconds)

@@ -167,13 +167,10 @@ class Gate(StepCompanion):
             self._lesson = self._lesson[0], self._lesson[1] - decodes
         elif not (depth or trial or self._schedule.new_rows) and decodes and self.meter.goes_on(plan.step, num):
             return None
-        step = MeteredStep(plan.step, num, depth, decodes, trial > 0, trial > 1, own, self._expected() if own else 0.0)
+        step = MeteredStep(plan.step, num, depth, decodes, trial > 0, trial > 1, own, *self._expected(depth, own))
         self._hear(step)
         begin = bool(self._schedule.new_rows) or not (self._schedule.rows or decodes)  # here or on another rank
         self.meter.begins(step, begin, self._best_rate if self._charged else 0.0)
-        if depth and decodes and not models and self._schedule.rows:
-            part = sum(map(bool, self._schedule.drafts)) / len(self._schedule.rows)
-            self._part += RECENT_PART * (part - self._part)
         return _Drafting(self, step) if models and depth else None
 
     def close(self) -> None:
@@ -268,9 +265,14 @@ class Gate(StepCompanion):
         if tried is None:
             return False
         usual = self.times.usual(num, tried)
-        one.begin(tried, FIRST if usual is None else TRIAL, usual)
+        one.begin(tried, self._length(num, tried), usual)
         self._without, self._charged, self._best_rate = not tried, usual is not None, rates.get(best, 0.0)
         return True
+
+    def _length(self, num: int, depth: int) -> int:
+        """Steps of a trial. One step has more drafts than another where they are looked up."""
+        usual = self.times.usual(num, depth)
+        return TRIAL if not self._speculation.models or (usual is not None and usual.measured) else FIRST
 
     def _most_of(self, num: int) -> int:
         return min(self._most, max(1, self._speculation.max_in_step // num))
@@ -284,12 +286,12 @@ class Gate(StepCompanion):
         for depth in range(self._most_of(num) + 1):
             step = self.times.usual(num, depth)
             if step is not None:
-                rate = num * self._tokens(depth) / step.value
+                rate = num * (expected_tokens(drafts.acceptance, depth) if drafts.models else 1.0) / step.value
                 found[depth] = rate / (1 + rate * prompts) if depth else rate
         return found
 
     def _tokens(self, depth: int) -> float:
-        """That a step with so many drafts brings to a sequence."""
+        """That a step with so many drafts probably brings to a sequence."""
         return 1.0 + self._part * (expected_tokens(self._speculation.acceptance, depth) - 1.0)
 
     def _to_try(self, one: Trials, num: int, rates: dict[int, float], best: int, after: float) -> int | None:
@@ -320,7 +322,7 @@ class Gate(StepCompanion):
         nearest = one.tried or (best and rates[0] * (1 + 2 * MARGIN) > best_rate)
         order = {depth: -rates[depth] if nearest else -depth for depth in others}
         depth = min(others, key=lambda depth: (one.tried_at.get(depth, -1), far[depth], order[depth]))
-        tokens = TRIAL * num * self._tokens(depth)
+        tokens = self._length(num, depth) * num * self._tokens(depth)
         if not depth and models:
             tokens = max(tokens, num * self._speculation.usual_output)
         loss = min(1 / rates[depth], 2.5 / rates[best]) - 1 / rates[best]  # what seems to be worse may not be so
@@ -329,11 +331,22 @@ class Gate(StepCompanion):
 
     # ---- measuring ----
 
-    def _expected(self) -> float:
-        """Tokens that this rank's step may be expected to bring."""
-        acceptance = self._speculation.acceptance
-        tokens = sum(expected_tokens(acceptance, len(drafts)) for drafts in self._schedule.drafts)
-        return tokens or float(len(self._schedule.rows))
+    def _expected(self, depth: int, own: bool) -> tuple[float, float]:
+        """Tokens that this rank's step may be expected to bring, if it is one of its trial; and for those of other numbers of drafts, of a sequence,
+        to be compared by: as many for all where the model drafts, as all have as many drafts."""
+        schedule, speculation = self._schedule, self._speculation
+        rows = len(schedule.rows)
+        if speculation.models and not own:
+            return 0.0, 1.0
+        expected = [expected_tokens(speculation.acceptance, drafts) for drafts in range(1 + self._most)]
+        tokens = sum(expected[len(drafts)] for drafts in schedule.drafts) or float(rows)
+        if speculation.models or not depth:
+            return tokens, 1.0
+        if not rows:  # another rank's step
+            return tokens, self._tokens(depth)
+        part = sum(map(bool, schedule.drafts)) / rows
+        self._part += RECENT_PART * (part - self._part)
+        return tokens, tokens / rows
 
     def drafted(self, step: MeteredStep, schedule: Schedule, seconds: float) -> None:
         """The passes over a step with prompts took so long. Of the thread that computes."""

@@ -27,6 +27,7 @@ class MeteredStep(NamedTuple):
     cold: bool
     own: bool
     tokens: float
+    each: float  # by which the time is divided, before it is compared with those of other numbers of drafts
 
 
 class StepMeter:
@@ -36,7 +37,7 @@ class StepMeter:
         self.times, self.clock, self.costs = times, clock, Costs()
         self.practises, self.measures = False, True
         self.num_new = 0  # steps measured that are not written yet
-        self.last = MeteredStep(-2, 0, 0, False, False, False, False, 0.0)  # the step before
+        self.last = MeteredStep(-2, 0, 0, False, False, False, False, 0.0, 1.0)  # the step before
         self._began = [0.0]  # when it began, and before that those that are not counted yet
 
     def goes_on(self, number: int, num: int) -> bool:
@@ -79,5 +80,5 @@ class StepMeter:
         learn the same."""
         if not (step.trying or self.practises):
             self.times.serves(step.num, step.depth)
-        self.times.add(step.num, step.depth, seconds, step.trying)
+        self.times.add(step.num, step.depth, seconds, step.trying, step.each)
         self.num_new += len(seconds)

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dbo.memory import read_json, write_json
 
@@ -27,16 +27,18 @@ def size_of(count: int) -> int:
 
 
 class Usual:
-    """Seconds of a step: the mean of the last ones, since that is what throughput is made of. What other work did to
-    one of them counts little; what it may have done to all of a trial is told by another trial: until such steps are
-    made for their own sake, the lesser of the two counts, as nothing else makes steps shorter. remembered: of an
-    earlier start, until so many have come."""
+    """Seconds of a step, or of each token that it brings to a sequence where steps bring different numbers of them: of
+    the last ones together, since that is what throughput is made of. What other work did to one of them counts little;
+    what it may have done to all of a trial is told by another trial: until such steps are made for their own sake, the
+    lesser of the two counts, as nothing else makes steps shorter. remembered: of an earlier start, until so many have
+    come."""
 
-    __slots__ = ("_before", "_began", "_last", "_remembered", "_value")
+    __slots__ = ("_before", "_began", "_last", "_remembered", "_tokens", "_value")
 
     def __init__(self, remembered: float | None = None) -> None:
         self._began = False
         self._last: deque[float] = deque(maxlen=LATELY)
+        self._tokens: deque[float] = deque(maxlen=LATELY)
         self._before: float | None = None  # the last trial
         self._remembered = remembered
         self._value = remembered
@@ -50,11 +52,13 @@ class Usual:
         if self.measured:
             self._before = self._value = self.value
             self._last.clear()
+            self._tokens.clear()
 
-    def add(self, seconds: float, trying: bool = False) -> None:
+    def add(self, seconds: float, trying: bool = False, tokens: float = 1.0) -> None:
         """trying: it belongs to a trial."""
         if self._began:
             self._last.append(seconds)
+            self._tokens.append(tokens)
             if len(self._last) >= SETTLED:
                 self._value = self._remembered = None
                 self._before = self._before if trying else None
@@ -63,10 +67,18 @@ class Usual:
     @property
     def value(self) -> float:
         if self._value is None:
-            most = OUTLIER * sorted(self._last)[len(self._last) // 2]
-            mean = sum(min(seconds, most) for seconds in self._last) / len(self._last)
-            self._value = mean if self._before is None else min(mean, self._before)
+            found = sum(self._usual()) / sum(self._tokens)
+            self._value = found if self._before is None else min(found, self._before)
         return self._value
+
+    @property
+    def pace(self) -> float:
+        """Seconds of a step, whatever it brings; of those that serve."""
+        return sum(self._usual()) / len(self._last) if len(self._last) >= SETTLED else self.value
+
+    def _usual(self) -> list[float]:
+        most = OUTLIER * sorted(self._last)[len(self._last) // 2]
+        return [min(seconds, most) for seconds in self._last]
 
     def scale(self, factor: float) -> None:
         """As if everything had taken so much longer."""
@@ -88,20 +100,30 @@ class Usual:
         return len(self._last) >= SETTLED or self._before is not None
 
 
+class _Pace(NamedTuple):
+    """So many drafts serve, and took so long when last compared; 0: not known. measured: since this start."""
+
+    depth: int
+    seconds: float
+    measured: bool
+
+
 class StepTimes:
     """Each from the beginning of a step to that of the next one, with all that the host and other ranks do meanwhile.
     usuals: of steps of so many sequences (as a size), that only decode, with so many drafts wanted for each."""
 
     def __init__(self) -> None:
         self.usuals: dict[tuple[int, int], Usual] = {}
-        self._paces: dict[int, tuple[int, float]] = {}  # by size: drafts of what serves, seconds when last compared
+        self._paces: dict[int, _Pace] = {}  # by size
 
-    def add(self, num_sequences: int, depth: int, seconds: Sequence[float], trying: bool = False) -> None:
+    def add(
+        self, num_sequences: int, depth: int, seconds: Sequence[float], trying: bool = False, tokens: float = 1.0
+    ) -> None:
         key = size_of(num_sequences), depth
         if key not in self.usuals:
             self.usuals[key] = Usual()
         for value in seconds:
-            self.usuals[key].add(value, trying)
+            self.usuals[key].add(value, trying, tokens)
 
     def usual(self, num_sequences: int, depth: int) -> Usual | None:
         """None: not known yet."""
@@ -113,26 +135,35 @@ class StepTimes:
 
     def serves(self, num_sequences: int, depth: int) -> None:
         """Steps with so many drafts do, from now on; all ranks hear it."""
-        size = size_of(num_sequences)
-        known, before = self._paces.get(size, (-1, 0.0))
-        if known != depth or not before:
+        pace = self._paces.get(size_of(num_sequences))
+        if pace is None or pace.depth != depth:
             self.keep_pace(num_sequences)
-            usual = self.usual(num_sequences, depth)
-            self._paces[size] = depth, 0.0 if usual is None else usual.value
+            self._serve(num_sequences, depth)
+
+    def _serve(self, num_sequences: int, depth: int) -> None:
+        usual = self.usual(num_sequences, depth)
+        seconds, measured = (0.0, False) if usual is None else (usual.pace, usual.measured)
+        self._paces[size_of(num_sequences)] = _Pace(depth, seconds, measured)
 
     def keep_pace(self, num_sequences: int, but: int | None = None) -> None:
         """What else the machine does makes all steps longer for a while: by as much as those that serve have become
-        longer, what was measured of others is taken to have, so that they are compared as they were then. but: what was
-        measured between those that count."""
+        longer, what was measured of others is taken to have, so that they are compared as they were then. What only
+        practice has found may also have become longer by as many seconds, whichever is less: what is taken to be too short
+        is measured soon, what is taken to be too long is not. What turns out to take another time than in practice bears
+        on others only as far as they are of practice, too. but: what was measured between those that count."""
         size = size_of(num_sequences)
-        depth, before = self._paces.get(size, (-1, 0.0))
-        usual = self.usual(size, depth)
-        if usual is None or not before or usual.value == before:
+        pace = self._paces.get(size)
+        usual = None if pace is None else self.usual(size, pace.depth)
+        if pace is None or usual is None or (now := usual.pace) == pace.seconds:
             return
-        for (of, other), found in self.usuals.items():
-            if of == size and found.known and other not in (depth, but):
-                found.scale(usual.value / before)
-        self._paces[size] = depth, usual.value
+        for (of, depth), found in self.usuals.items():
+            if of == size and found.known and depth not in (pace.depth, but) and pace.seconds:
+                longer = now / pace.seconds
+                if not found.measured:
+                    found.scale(min(longer, 1.0 + (now - pace.seconds) / found.value))
+                elif pace.measured:
+                    found.scale(longer)
+        self._serve(size, pace.depth)
 
     def settle(self, most: int) -> None:
         """What practice has measured is as if it were remembered, and what it has not, of up to so many drafts, lies on

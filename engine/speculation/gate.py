@@ -212,7 +212,7 @@ class Gate(StepCompanion):
         if compares and 0 in rates:  # while requests have lost the thread nothing else chooses
             best = best_of(rates)
             self._take(one, num, best, rates)
-            if one.since >= AGAIN:
+            if one.since >= AGAIN and self._speculation.models:
                 self._try(one, num, rates, best, AGAIN)
         self._needless = one.trial[1] > 0 and not one.chosen
         if one.trial[1]:
@@ -241,6 +241,8 @@ class Gate(StepCompanion):
         if one.chosen in rates and rates[best] < rates[one.chosen] * (1 + MARGIN):
             best = one.chosen  # until prompts come: steps between two numbers have graphs of their own
         after = 2 * AGAIN if one.steps - one.prompted >= AGAIN else float("inf")
+        if not self._speculation.models:  # steps have no graphs; and behind prompts there is less to be looked up
+            after = AGAIN
         if warm and self._try(one, num, rates, best, after):
             self._want(one.trial[0], True, True)
         elif rates:

@@ -32,7 +32,7 @@ from engine.speculation.costs import Costs
 from engine.speculation.meter import MeteredStep, StepMeter
 from engine.speculation.speculation import Speculation
 from engine.speculation.times import MARGIN, SETTLED, StepTimes, best_of, expected_tokens, size_of
-from engine.speculation.trials import AGAIN, AHEAD, COLD, FIRST, NEAR, TRIAL, TRIALS, Trials
+from engine.speculation.trials import AGAIN, AHEAD, COLD, FIRST, NEAR, PROOF, TRIAL, TRIALS, TURN, Trials
 from ep.recorder import Kind
 
 PRACTISED = (1, 32, 8)  # requests at a time; what steps of other numbers take follows from these
@@ -70,6 +70,7 @@ class Gate(StepCompanion):
         self._without = False  # a trial without drafts is under way: its requests are without any until they end
         self._trials: dict[int, Trials] = {}  # by the size of so many sequences
         self._part = 1.0  # of the sequences, that have drafts where they may; all, where the model drafts
+        self._heard = (-TRIAL, 0)  # the last step of another rank's trial, and its drafts
         self._verifying = (0, False)  # whether the next step is one of a trial, and of this rank's
         self._lately = deque[int]([], AGAIN)  # sequences of steps that decode, as sizes
         self._schedule = Schedule(-1)  # the last one that was proposed
@@ -189,11 +190,13 @@ class Gate(StepCompanion):
 
     def _hear(self, step: MeteredStep) -> None:
         """Another rank's trial counts as one of this one's."""
-        last = self.meter.last
+        last, (heard, depth) = self.meter.last, self._heard
         if last.trying and not last.own and not step.trying:
-            self._trials_of(last.num).end()
-        elif step.trying and not step.own and (last.trying, last.depth) != (True, step.depth):
-            self._trials_of(step.num).begin(step.depth, 1, self.times.usual(step.num, step.depth))
+            self._trials_of(last.num).end(PROOF)
+        elif step.trying and not step.own:
+            if depth != step.depth or heard + 2 * TURN < step.step:
+                self._trials_of(step.num).begin(step.depth, 1, self.times.usual(step.num, step.depth))
+            self._heard = step.step, step.depth
 
     def _want(self, depth: int, trying: bool, cold: bool = False) -> None:
         self._wanted, self._trial = (depth, depth), trying + (trying and cold)
@@ -205,7 +208,7 @@ class Gate(StepCompanion):
         self._learn(one, num)
         rates = self._rates(num)
         if one.trial[1] and one.since >= FIRST:
-            one.end()  # it was long enough
+            one.end(PROOF)  # it was long enough
         compares = not one.trial[1] and not one.proving
         if compares:
             one.proves = None
@@ -223,13 +226,18 @@ class Gate(StepCompanion):
     def _choose(self, one: Trials, num: int, warm: bool) -> None:
         """warm: all of them may have drafts. Others are not measured."""
         one.tick()
+        models = self._speculation.models
         self._without = self._without and not warm
         depth, left = one.trial
         if left and warm:
             one.trial = (depth, left - 1)
             if left == 1:
-                one.end()
-            self._want(depth, True, one.steps - one.tried_at[depth] < COLD)
+                one.end(PROOF if models else 0)
+            if models or one.chosen is None:
+                self._want(depth, True, one.steps - one.tried_at[depth] < COLD)
+            else:
+                on = left // TURN % 2 > 0
+                self._want(depth if on else one.chosen, on)
             return
         if one.held > 0 and one.chosen is not None:
             self._want(one.chosen, self._without)
@@ -241,7 +249,7 @@ class Gate(StepCompanion):
         if one.chosen in rates and rates[best] < rates[one.chosen] * (1 + MARGIN):
             best = one.chosen  # until prompts come: steps between two numbers have graphs of their own
         after = 2 * AGAIN if one.steps - one.prompted >= AGAIN else float("inf")
-        if not self._speculation.models:  # steps have no graphs; and behind prompts there is less to be looked up
+        if not models:  # no request loses the thread, and behind prompts there is less to be looked up
             after = AGAIN
         if warm and self._try(one, num, rates, best, after):
             self._want(one.trial[0], True, True)
@@ -267,7 +275,8 @@ class Gate(StepCompanion):
         if tried is None:
             return False
         usual = self.times.usual(num, tried)
-        one.begin(tried, self._length(num, tried), usual)
+        turns = 1 if self._speculation.models or one.chosen is None else 2
+        one.begin(tried, turns * self._length(num, tried), usual)
         self._without, self._charged, self._best_rate = not tried, usual is not None, rates.get(best, 0.0)
         return True
 

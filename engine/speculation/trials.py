@@ -10,6 +10,7 @@ PROOF = 16  # of those behind a trial: with as many before it they tell the pace
 COLD = 4  # steps of a trial that are not measured: behind prompts and other numbers much comes from memory anew
 FIRST = COLD + SETTLED + 3  # steps of one: those, one that begins it, one that may compile, and one that ends it
 TRIAL = 32  # steps of one of what was measured since the start: about as long as a short answer, as to change costs graphs
+TURN = 4  # steps, where the model does not draft: then turns of a trial and of what was chosen alternate
 NEAR = 1.5  # times as many tokens per second may be made with another number than with one that may be as good ...
 AHEAD = 16  # ... whose trials may have cost as much as so many steps before they are paid for
 TRIALS = 3  # of what turns out not to be measured; of none at all one more every AGAIN steps
@@ -45,11 +46,11 @@ class Trials:
         self._hold = min(2 * self._hold, LONG_HELD) if depth == self.chosen else HELD
         self.chosen, self.held = depth, self._hold
 
-    def end(self) -> None:
-        """The trial is over."""
+    def end(self, proof: int) -> None:
+        """The trial is over. proof: steps of what was chosen that are to be measured again, before both are compared."""
         self._hold = HELD
         self.proves, self.trial = self.trial[0], (self.trial[0], 0)
-        self.held = PROOF
+        self.held = proof
 
     def begin(self, depth: int, steps: int, usual: Usual | None) -> None:
         """A trial. usual: what such steps took; None: not known yet."""

@@ -1,7 +1,8 @@
 """What a model that may draft costs where no drafts pay: two engines in one process, with the gate and without any drafts, that take turns
 of a few steps each, so that whatever else the machine does meets both alike.
 
-    python benchmarks/bench_gate.py [--model DIR] [--streams 64] [--tokens 64] [--rounds 40] [--slice 4] [--drafts N] [--threads 1] [--json]
+    python benchmarks/bench_gate.py [--model DIR] [--method mtp] [--streams 64] [--tokens 64] [--rounds 40] [--slice 4] [--drafts N]
+                                    [--threads 1] [--json]
 
 A round: so many greedy requests on either engine, of the prompts of bench_speculation.py, with the same tokens, which is checked. Its ratio:
 tokens per second with the gate over those without. One row: k_mean, drafts of a sequence and step; plain_step_ms, step_ms: of a step, the
@@ -110,6 +111,7 @@ def mean_and_interval(logs: list[float]) -> tuple[float, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
+    parser.add_argument("--method", choices=["mtp", "ngram", "suffix"], default="mtp")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=40)
@@ -119,7 +121,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    config: dict[str, Any] = {"method": "mtp"}
+    config: dict[str, Any] = {"method": options.method}
     if options.drafts:
         config |= {"num_speculative_tokens": options.drafts, "adaptive": False}
     tokenizer = Tokenizer.from_file(str(Path(options.model or CHECKPOINT) / "tokenizer.json"))
@@ -140,7 +142,7 @@ def main() -> None:
     names, steps = ("plain_step_ms", "step_ms", "tokens_per_step"), steps[options.learn :]
     row = {
         "model": options.model or "moesaic-tiny",
-        "method": "mtp",
+        "method": options.method,
         "streams": options.streams,
         "rounds": options.rounds,
         "k_mean": round(counts.spec_draft_tokens / counts.spec_drafts, 2) if counts.spec_drafts else 0.0,

@@ -98,7 +98,6 @@ class Gate(StepCompanion):
             yield Lesson(own, partial(self._goes_on, until))
             if 2 * meter.clock() - began > end:
                 break
-        meter.count()
         self.practises, meter.practises, meter.measures = False, False, True
         self.times.settle(self._most)
         self._trials.clear()
@@ -259,7 +258,6 @@ class Gate(StepCompanion):
 
     def _learn(self, one: Trials, num: int) -> None:
         """What was measured until now."""
-        self.meter.count()
         self.times.keep_pace(num, one.proves)
         if self.meter.num_new >= KEPT:
             self.close()
@@ -275,7 +273,10 @@ class Gate(StepCompanion):
         if tried is None:
             return False
         usual = self.times.usual(num, tried)
-        turns = 1 if self._speculation.models or one.chosen is None else 2
+        serves = None if self._speculation.models or one.chosen is None else self.times.usual(num, one.chosen)
+        turns = 1 if serves is None else 2
+        if serves is not None:
+            serves.renew()
         one.begin(tried, turns * self._length(num, tried), usual)
         self._without, self._charged, self._best_rate = not tried, usual is not None, rates.get(best, 0.0)
         return True

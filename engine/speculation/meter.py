@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from engine.speculation.costs import Costs
 from engine.speculation.times import StepTimes
 
 LONGEST_GAP = 0.5  # seconds between two steps that follow each other
-TOGETHER = 16  # steps without drafts, of which only the time is taken when they begin, are counted together
+TOGETHER = 8  # steps without drafts are one sample: they take longer the longer their texts are, and all of a text counts
 
 
 class MeteredStep(NamedTuple):
@@ -48,10 +48,10 @@ class StepMeter:
             return False
         self._began.append(self.clock())
         if len(self._began) > TOGETHER:
-            self.count()
+            self._count()
         return True
 
-    def count(self) -> None:
+    def _count(self) -> None:
         """All steps that are over."""
         began, last = self._began, self.last
         if len(began) == 1:
@@ -59,13 +59,14 @@ class StepMeter:
         took = [then - first for first, then in pairwise(began)]
         took = [seconds for seconds in took if seconds < LONGEST_GAP]
         self.costs.add_step(sum(took), False, 0.0)
-        self._note(last, took)
+        if len(took) == TOGETHER:
+            self._note(last, sum(took) / TOGETHER)
         self.last, self._began = last._replace(step=last.step + len(began) - 1), began[-1:]
 
     def begins(self, step: MeteredStep, requests_begin: bool, best_rate: float) -> None:
         """A step begins, and so the one before it is over. requests_begin: with the step. best_rate: tokens per second
         that this rank expects of what is best, if the trial under way is one that is charged; else 0."""
-        self.count()
+        self._count()
         now, last, (began,) = self.clock(), self.last, self._began
         self.last, self._began = step, [now]
         if last.step + 1 != step.step or not last.num or now - began >= LONGEST_GAP or requests_begin:
@@ -73,12 +74,12 @@ class StepMeter:
         charged = last.own and best_rate > 0
         self.costs.add_step(now - began, charged, last.tokens / best_rate if charged else 0.0)
         if last.decodes and step.decodes and last.num == step.num and not last.cold and self.measures:
-            self._note(last, [now - began])
+            self._note(last, now - began)
 
-    def _note(self, step: MeteredStep, seconds: Sequence[float]) -> None:
-        """Steps of nothing but decodes took so long, each until the next one of as many sequences. All ranks hear it, and
+    def _note(self, step: MeteredStep, seconds: float) -> None:
+        """A step of nothing but decodes took so long, until the next one of as many sequences. All ranks hear it, and
         learn the same."""
         if not (step.trying or self.practises):
             self.times.serves(step.num, step.depth)
         self.times.add(step.num, step.depth, seconds, step.trying, step.each)
-        self.num_new += len(seconds)
+        self.num_new += 1

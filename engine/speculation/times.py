@@ -33,32 +33,41 @@ class Usual:
     lesser of the two counts, as nothing else makes steps shorter. remembered: of an earlier start, until so many have
     come."""
 
-    __slots__ = ("_before", "_began", "_last", "_remembered", "_tokens", "_value")
+    __slots__ = ("_before", "_began", "_last", "_num_served", "_remembered", "_value")
 
     def __init__(self, remembered: float | None = None) -> None:
         self._began = False
-        self._last: deque[float] = deque(maxlen=LATELY)
-        self._tokens: deque[float] = deque(maxlen=LATELY)
+        self._last: deque[tuple[float, float]] = deque(maxlen=LATELY)  # seconds, tokens
+        self._num_served = 0
         self._before: float | None = None  # the last trial
         self._remembered = remembered
         self._value = remembered
 
     def settled(self) -> float | None:
         """The shortest, as much else begins beside practice; None: too few were measured."""
-        return min(self._last) if len(self._last) >= SETTLED else self._remembered
+        return min(self._last)[0] if len(self._last) >= SETTLED else self._remembered
 
     def again(self) -> None:
         """Another trial begins."""
         if self.measured:
             self._before = self._value = self.value
-            self._last.clear()
-            self._tokens.clear()
+            self._clear()
+
+    def renew(self) -> None:
+        """What comes now is compared with a trial that it alternates with: what came before does not count."""
+        self._remembered, self._before = self.value, None
+        self._value = self._remembered
+        self._clear()
+
+    def _clear(self) -> None:
+        self._last.clear()
+        self._num_served = 0
 
     def add(self, seconds: float, trying: bool = False, tokens: float = 1.0) -> None:
         """trying: it belongs to a trial."""
         if self._began:
-            self._last.append(seconds)
-            self._tokens.append(tokens)
+            self._last.append((seconds, tokens))
+            self._num_served += not trying
             if len(self._last) >= SETTLED:
                 self._value = self._remembered = None
                 self._before = self._before if trying else None
@@ -67,23 +76,22 @@ class Usual:
     @property
     def value(self) -> float:
         if self._value is None:
-            found = sum(self._usual()) / sum(self._tokens)
+            found = self._seconds() / sum(tokens for _, tokens in self._last)
             self._value = found if self._before is None else min(found, self._before)
         return self._value
 
     @property
     def pace(self) -> float:
         """Seconds of a step, whatever it brings; of those that serve."""
-        return sum(self._usual()) / len(self._last) if len(self._last) >= SETTLED else self.value
+        return self._seconds() / len(self._last) if len(self._last) >= SETTLED else self.value
 
-    def _usual(self) -> list[float]:
-        most = OUTLIER * sorted(self._last)[len(self._last) // 2]
-        return [min(seconds, most) for seconds in self._last]
+    def _seconds(self) -> float:
+        most = OUTLIER * sorted(self._last)[len(self._last) // 2][0]
+        return sum(min(seconds, most) for seconds, _ in self._last)
 
     def scale(self, factor: float) -> None:
         """As if everything had taken so much longer."""
-        for place, seconds in enumerate(self._last):
-            self._last[place] = factor * seconds
+        self._last = deque(((factor * seconds, tokens) for seconds, tokens in self._last), LATELY)
         if self._remembered is not None:
             self._remembered *= factor
         if self._before is not None:
@@ -99,13 +107,18 @@ class Usual:
         """Since this start."""
         return len(self._last) >= SETTLED or self._before is not None
 
+    @property
+    def served(self) -> bool:
+        """Steps for their own sake are among those measured."""
+        return self._num_served >= SETTLED
+
 
 class _Pace(NamedTuple):
-    """So many drafts serve, and took so long when last compared; 0: not known. measured: since this start."""
+    """So many drafts serve, and took so long when last compared; 0: not known. served: that was of steps that serve."""
 
     depth: int
     seconds: float
-    measured: bool
+    served: bool
 
 
 class StepTimes:
@@ -116,14 +129,11 @@ class StepTimes:
         self.usuals: dict[tuple[int, int], Usual] = {}
         self._paces: dict[int, _Pace] = {}  # by size
 
-    def add(
-        self, num_sequences: int, depth: int, seconds: Sequence[float], trying: bool = False, tokens: float = 1.0
-    ) -> None:
+    def add(self, num_sequences: int, depth: int, seconds: float, trying: bool = False, tokens: float = 1.0) -> None:
         key = size_of(num_sequences), depth
         if key not in self.usuals:
             self.usuals[key] = Usual()
-        for value in seconds:
-            self.usuals[key].add(value, trying, tokens)
+        self.usuals[key].add(seconds, trying, tokens)
 
     def usual(self, num_sequences: int, depth: int) -> Usual | None:
         """None: not known yet."""
@@ -142,15 +152,15 @@ class StepTimes:
 
     def _serve(self, num_sequences: int, depth: int) -> None:
         usual = self.usual(num_sequences, depth)
-        seconds, measured = (0.0, False) if usual is None else (usual.pace, usual.measured)
-        self._paces[size_of(num_sequences)] = _Pace(depth, seconds, measured)
+        seconds, served = (0.0, False) if usual is None else (usual.pace, usual.served)
+        self._paces[size_of(num_sequences)] = _Pace(depth, seconds, served)
 
     def keep_pace(self, num_sequences: int, but: int | None = None) -> None:
         """What else the machine does makes all steps longer for a while: by as much as those that serve have become
         longer, what was measured of others is taken to have, so that they are compared as they were then. What only
-        practice has found may also have become longer by as many seconds, whichever is less: what is taken to be too short
-        is measured soon, what is taken to be too long is not. What turns out to take another time than in practice bears
-        on others only as far as they are of practice, too. but: what was measured between those that count."""
+        practice has found may also have become longer by no more than as many seconds: half of either, as what is taken to
+        be too short is measured soon, and what is taken to be too long is not. What turns out to take another time than in practice or a
+        trial says nothing of others that have served. but: what was measured between those that count."""
         size = size_of(num_sequences)
         pace = self._paces.get(size)
         usual = None if pace is None else self.usual(size, pace.depth)
@@ -160,8 +170,8 @@ class StepTimes:
             if of == size and found.known and depth not in (pace.depth, but) and pace.seconds:
                 longer = now / pace.seconds
                 if not found.measured:
-                    found.scale(min(longer, 1.0 + (now - pace.seconds) / found.value))
-                elif pace.measured:
+                    found.scale(0.5 * (longer + min(longer, 1.0 + (now - pace.seconds) / found.value)))
+                elif pace.served or not found.served:
                     found.scale(longer)
         self._serve(size, pace.depth)
 

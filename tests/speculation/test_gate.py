@@ -210,10 +210,10 @@ def test_what_serves_sets_the_pace() -> None:
     times = filled({1: 1.0}, {(1, 1): 2.0, (1, 2): 3.0, (8, 1): 5.0}, Usual)
     times.serves(1, 1)
     for _ in range(4):
-        times.add(1, 1, [4.0])
+        times.add(1, 1, 4.0)
     times.serves(1, 2)
     found = [times.usual(1, depth) for depth in range(3)]
-    assert [usual and usual.value for usual in found] == [2.0, pytest.approx(4.0), 5.0], "the lesser of 6 and 5"
+    assert [usual and usual.value for usual in found] == [2.0, pytest.approx(4.0), 5.5], "between 6 and 5"
     assert times.usuals[8, 1].value == 5.0
 
 

@@ -191,10 +191,13 @@ class Gate(StepCompanion):
         """Another rank's trial counts as one of this one's."""
         last, (heard, depth) = self.meter.last, self._heard
         if last.trying and not last.own and not step.trying:
-            self._trials_of(last.num).end(PROOF)
+            self._trials_of(last.num).end(PROOF if self._speculation.models else 0)
         elif step.trying and not step.own:
             if depth != step.depth or heard + 2 * TURN < step.step:
-                self._trials_of(step.num).begin(step.depth, 1, self.times.usual(step.num, step.depth))
+                paired = not self._speculation.models
+                self._trials_of(step.num).begin(step.depth, 1, self.times.usual(step.num, step.depth), paired)
+                if paired:
+                    self.times.renew(step.num)
             self._heard = step.step, step.depth
 
     def _want(self, depth: int, trying: bool, cold: bool = False) -> None:
@@ -273,11 +276,10 @@ class Gate(StepCompanion):
         if tried is None:
             return False
         usual = self.times.usual(num, tried)
-        serves = None if self._speculation.models or one.chosen is None else self.times.usual(num, one.chosen)
-        turns = 1 if serves is None else 2
-        if serves is not None:
-            serves.renew()
-        one.begin(tried, turns * self._length(num, tried), usual)
+        alternates = not self._speculation.models and one.chosen is not None
+        one.begin(tried, (1 + alternates) * self._length(num, tried), usual, alternates)
+        if alternates:
+            self.times.renew(num)
         self._without, self._charged, self._best_rate = not tried, usual is not None, rates.get(best, 0.0)
         return True
 

@@ -33,12 +33,13 @@ class Usual:
     lesser of the two counts, as nothing else makes steps shorter. remembered: of an earlier start, until so many have
     come."""
 
-    __slots__ = ("_before", "_began", "_last", "_num_served", "_remembered", "_value")
+    __slots__ = ("_before", "_began", "_last", "_num_served", "_paired", "_remembered", "_value")
 
     def __init__(self, remembered: float | None = None) -> None:
         self._began = False
         self._last: deque[tuple[float, float]] = deque(maxlen=LATELY)  # seconds, tokens
         self._num_served = 0
+        self._paired = False
         self._before: float | None = None  # the last trial
         self._remembered = remembered
         self._value = remembered
@@ -47,14 +48,15 @@ class Usual:
         """The shortest, as much else begins beside practice; None: too few were measured."""
         return min(self._last)[0] if len(self._last) >= SETTLED else self._remembered
 
-    def again(self) -> None:
-        """Another trial begins."""
+    def again(self, paired: bool = False) -> None:
+        """Another trial begins. paired: it alternates with what it is compared with."""
+        self._paired = paired
         if self.measured:
             self._before = self._value = self.value
             self._clear()
 
     def renew(self) -> None:
-        """What comes now is compared with a trial that it alternates with: what came before does not count."""
+        """What came before does not count, as soon as enough has come."""
         self._remembered, self._before = self.value, None
         self._value = self._remembered
         self._clear()
@@ -77,7 +79,10 @@ class Usual:
     def value(self) -> float:
         if self._value is None:
             found = self._seconds() / sum(tokens for _, tokens in self._last)
-            self._value = found if self._before is None else min(found, self._before)
+            if self._before is None:
+                self._value = found
+            else:
+                self._value = (found + self._before) / 2 if self._paired else min(found, self._before)
         return self._value
 
     @property
@@ -174,6 +179,13 @@ class StepTimes:
                 elif pace.served or not found.served:
                     found.scale(longer)
         self._serve(size, pace.depth)
+
+    def renew(self, num_sequences: int) -> None:
+        """A trial begins that alternates with what serves: what was measured of that before does not count."""
+        pace = self._paces.get(size_of(num_sequences))
+        usual = None if pace is None else self.usual(num_sequences, pace.depth)
+        if usual is not None:
+            usual.renew()
 
     def settle(self, most: int) -> None:
         """What practice has measured is as if it were remembered, and what it has not, of up to so many drafts, lies on

@@ -52,10 +52,10 @@ class Trials:
         self.proves, self.trial = self.trial[0], (self.trial[0], 0)
         self.held = proof
 
-    def begin(self, depth: int, steps: int, usual: Usual | None) -> None:
-        """A trial. usual: what such steps took; None: not known yet."""
+    def begin(self, depth: int, steps: int, usual: Usual | None, paired: bool) -> None:
+        """A trial. usual: what such steps took; None: not known yet. paired: it alternates with what was chosen."""
         if usual is not None:
-            usual.again()
+            usual.again(paired and depth > 0)  # none is what is taken unless another is certain to be better
         self.tried[depth] = self.tried.get(depth, 0) + 1
         self.tried_at[depth] = self.steps
         self.trial, self.since = (depth, steps - 1), 0

@@ -10,7 +10,7 @@ from engine.speculation.costs import Costs
 from engine.speculation.times import StepTimes
 
 LONGEST_GAP = 0.5  # seconds between two steps that follow each other
-TOGETHER = 8  # steps without drafts are one sample: they take longer the longer their texts are, and all of a text counts
+TOGETHER = 8  # steps without drafts are one sample, at most: they take longer the longer their texts are, and all of a text counts
 
 
 class MeteredStep(NamedTuple):
@@ -59,8 +59,8 @@ class StepMeter:
         took = [then - first for first, then in pairwise(began)]
         took = [seconds for seconds in took if seconds < LONGEST_GAP]
         self.costs.add_step(sum(took), False, 0.0)
-        if len(took) == TOGETHER:
-            self._note(last, sum(took) / TOGETHER)
+        if took:
+            self._note(last, sum(took) / len(took))
         self.last, self._began = last._replace(step=last.step + len(began) - 1), began[-1:]
 
     def begins(self, step: MeteredStep, requests_begin: bool, best_rate: float) -> None:

@@ -71,6 +71,7 @@ class Gate(StepCompanion):
         self._trials: dict[int, Trials] = {}  # by the size of so many sequences
         self._part = 1.0  # of the sequences, that have drafts where they may; all, where the model drafts
         self._heard = (-TRIAL, 0)  # the last step of another rank's trial, and its drafts
+        self._num_rows = self._num_accepted = 0  # of this rank's step before; of all until then
         self._verifying = (0, False)  # whether the next step is one of a trial, and of this rank's
         self._lately = deque[int]([], AGAIN)  # sequences of steps that decode, as sizes
         self._schedule = Schedule(-1)  # the last one that was proposed
@@ -126,8 +127,8 @@ class Gate(StepCompanion):
 
     def propose(self, schedule: Schedule) -> Sequence[int]:
         """The words: drafts to verify in the next step, drafts to make in this one, one and the sequences, whether the
-        step is one of a trial (1) that is not measured (2), and whether it has nothing but decodes. A rank that practises
-        something else says zeros, and would make no drafts."""
+        step is one of a trial (1) that is not measured (2), and whether it has nothing but decodes. A rank that
+        practises something else says zeros, and would make no drafts."""
         self._schedule, num = schedule, len(schedule.rows)
         decodes = schedule.num_tokens == num + schedule.num_drafts
         if self.practises:
@@ -167,10 +168,13 @@ class Gate(StepCompanion):
             self._lesson = self._lesson[0], self._lesson[1] - decodes
         elif not (depth or trial or self._schedule.new_rows) and decodes and self.meter.goes_on(plan.step, num):
             return None
-        step = MeteredStep(plan.step, num, depth, decodes, trial > 0, trial > 1, own, *self._expected(depth, own))
+        step = MeteredStep(plan.step, num, depth, decodes, trial > 0, trial > 1, own)
         self._hear(step)
         begin = bool(self._schedule.new_rows) or not (self._schedule.rows or decodes)  # here or on another rank
-        self.meter.begins(step, begin, self._best_rate if self._charged else 0.0)
+        self.meter.begins(step, begin, self._best_rate if self._charged else 0.0, *self._brought(self.meter.last))
+        if depth and not models and self._schedule.rows:
+            part = sum(map(bool, self._schedule.drafts)) / len(self._schedule.rows)
+            self._part += RECENT_PART * (part - self._part)
         return _Drafting(self, step) if models and depth else None
 
     def close(self) -> None:
@@ -345,22 +349,15 @@ class Gate(StepCompanion):
 
     # ---- measuring ----
 
-    def _expected(self, depth: int, own: bool) -> tuple[float, float]:
-        """Tokens that this rank's step may be expected to bring, if it is one of its trial; and for those of other numbers of drafts, of a sequence,
-        to be compared by: as many for all where the model drafts, as all have as many drafts."""
-        schedule, speculation = self._schedule, self._speculation
-        rows = len(schedule.rows)
-        if speculation.models and not own:
-            return 0.0, 1.0
-        expected = [expected_tokens(speculation.acceptance, drafts) for drafts in range(1 + self._most)]
-        tokens = sum(expected[len(drafts)] for drafts in schedule.drafts) or float(rows)
-        if speculation.models or not depth:
-            return tokens, 1.0
-        if not rows:  # another rank's step
-            return tokens, self._tokens(depth)
-        part = sum(map(bool, schedule.drafts)) / rows
-        self._part += RECENT_PART * (part - self._part)
-        return tokens, tokens / rows
+    def _brought(self, last: MeteredStep) -> tuple[float, float]:
+        """Tokens that this rank's step before has brought; and to each sequence, by which what it took is divided,
+        where requests have drafts or none. Where this rank had no requests: what is likely."""
+        drafts, rows = self._speculation, self._num_rows
+        accepted = max(0, drafts.num_accepted_tokens - self._num_accepted)
+        self._num_rows, self._num_accepted = len(self._schedule.rows), drafts.num_accepted_tokens
+        if drafts.models or not last.depth:
+            return rows + accepted, 1.0
+        return rows + accepted, 1.0 + accepted / rows if rows else self._tokens(last.depth)
 
     def drafted(self, step: MeteredStep, schedule: Schedule, seconds: float) -> None:
         """The passes over a step with prompts took so long. Of the thread that computes."""

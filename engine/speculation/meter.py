@@ -10,14 +10,13 @@ from engine.speculation.costs import Costs
 from engine.speculation.times import StepTimes
 
 LONGEST_GAP = 0.5  # seconds between two steps that follow each other
-TOGETHER = 8  # steps without drafts are one sample, at most: they take longer the longer their texts are, and all of a text counts
+TOGETHER = 8  # steps without drafts are one sample, at most: the longer a text is the longer they take
 
 
 class MeteredStep(NamedTuple):
-    """Of the rank with most sequences: how many, and the drafts of each of them: that the model makes; where it does not,
-    that are wanted of others, to be verified. decodes: whether all ranks only decode, and with a model that drafts verify
-    as many. trying: it belongs to a trial, and cold: is not measured; own: to one of this rank's. tokens: of this rank,
-    that it may be expected to bring."""
+    """Of the rank with most sequences: how many, and the drafts of each of them: that the model makes; where it does
+    not, that are wanted of others, to be verified. decodes: whether all ranks only decode, and with a model that drafts
+    verify as many. trying: it belongs to a trial, and cold: is not measured; own: to one of this rank's."""
 
     step: int
     num: int
@@ -26,8 +25,6 @@ class MeteredStep(NamedTuple):
     trying: bool
     cold: bool
     own: bool
-    tokens: float
-    each: float  # by which the time is divided, before it is compared with those of other numbers of drafts
 
 
 class StepMeter:
@@ -37,7 +34,7 @@ class StepMeter:
         self.times, self.clock, self.costs = times, clock, Costs()
         self.practises, self.measures = False, True
         self.num_new = 0  # steps measured that are not written yet
-        self.last = MeteredStep(-2, 0, 0, False, False, False, False, 0.0, 1.0)  # the step before
+        self.last = MeteredStep(-2, 0, 0, False, False, False, False)  # the step before
         self._began = [0.0]  # when it began, and before that those that are not counted yet
 
     def goes_on(self, number: int, num: int) -> bool:
@@ -63,23 +60,24 @@ class StepMeter:
             self._note(last, sum(took) / len(took))
         self.last, self._began = last._replace(step=last.step + len(began) - 1), began[-1:]
 
-    def begins(self, step: MeteredStep, requests_begin: bool, best_rate: float) -> None:
+    def begins(self, step: MeteredStep, requests_begin: bool, best_rate: float, tokens: float, each: float) -> None:
         """A step begins, and so the one before it is over. requests_begin: with the step. best_rate: tokens per second
-        that this rank expects of what is best, if the trial under way is one that is charged; else 0."""
+        that this rank expects of what is best, if the trial under way is one that is charged; else 0. tokens: that this
+        rank's step before has brought. each: by which its time is divided, to be compared with other numbers."""
         self._count()
         now, last, (began,) = self.clock(), self.last, self._began
         self.last, self._began = step, [now]
         if last.step + 1 != step.step or not last.num or now - began >= LONGEST_GAP or requests_begin:
             return  # there may have been nothing to do in between
         charged = last.own and best_rate > 0
-        self.costs.add_step(now - began, charged, last.tokens / best_rate if charged else 0.0)
+        self.costs.add_step(now - began, charged, tokens / best_rate if charged else 0.0)
         if last.decodes and step.decodes and last.num == step.num and not last.cold and self.measures:
-            self._note(last, now - began)
+            self._note(last, now - began, each)
 
-    def _note(self, step: MeteredStep, seconds: float) -> None:
+    def _note(self, step: MeteredStep, seconds: float, each: float = 1.0) -> None:
         """A step of nothing but decodes took so long, until the next one of as many sequences. All ranks hear it, and
         learn the same."""
         if not (step.trying or self.practises):
             self.times.serves(step.num, step.depth)
-        self.times.add(step.num, step.depth, seconds, step.trying, step.each)
+        self.times.add(step.num, step.depth, seconds, step.trying, each)
         self.num_new += 1

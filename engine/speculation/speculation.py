@@ -150,8 +150,8 @@ class Speculation:
             source.observe(request, num_accepted)
 
     def allocate(self, request: Request, num_tokens: int, cache: CacheManager) -> list[list[int]] | None:
-        """Blocks for so many tokens, and for as many more as the drafter wants room for and no other request has to give
-        it. As of CacheManager."""
+        """Blocks for so many tokens, and for as many more as the drafter wants room for and no other request has to
+        give it. As of CacheManager."""
         if request.speculates and self.lookahead:
             most = min(cache.room(request), request.max_length - 1)
             num_tokens = max(num_tokens, min(num_tokens + self.lookahead, most))
@@ -192,9 +192,9 @@ class Speculation:
         for index, (request, start, count) in enumerate(zip(requests, step.starts, step.counts, strict=True)):
             if drafts[index] and request.status is running:
                 self._model.offer(request, len(request.tokens) + len(token_ids[index]), drafts[index])
-            if (start + count) % size < count and request.status is running:  # a block is full
-                if request.request_id not in self._cold:
-                    self._warm_blocks.update(request.held.tables[0][start // size : (start + count) // size])
+            full = (start + count) % size < count  # a block
+            if full and request.status is running and request.request_id not in self._cold:
+                self._warm_blocks.update(request.held.tables[0][start // size : (start + count) // size])
 
     def forget(self, request: Request) -> None:
         """It has ended."""

@@ -163,9 +163,10 @@ class StepTimes:
     def keep_pace(self, num_sequences: int, but: int | None = None) -> None:
         """What else the machine does makes all steps longer for a while: by as much as those that serve have become
         longer, what was measured of others is taken to have, so that they are compared as they were then. What only
-        practice has found may also have become longer by no more than as many seconds: half of either, as what is taken to
-        be too short is measured soon, and what is taken to be too long is not. What turns out to take another time than in practice or a
-        trial says nothing of others that have served. but: what was measured between those that count."""
+        practice has found may also have become longer by no more than as many seconds: half of either, as what is taken
+        to be too short is measured soon, and what is taken to be too long is not. What turns out to take another time
+        than in practice or a trial says nothing of others that were measured. but: what was measured between those that
+        count."""
         size = size_of(num_sequences)
         pace = self._paces.get(size)
         usual = None if pace is None else self.usual(size, pace.depth)
@@ -176,7 +177,7 @@ class StepTimes:
                 longer = now / pace.seconds
                 if not found.measured:
                     found.scale(0.5 * (longer + min(longer, 1.0 + (now - pace.seconds) / found.value)))
-                elif pace.served or not found.served:
+                elif pace.served:
                     found.scale(longer)
         self._serve(size, pace.depth)
 

@@ -9,8 +9,8 @@ HELD, LONG_HELD = 8, 64  # steps of a size for which what was chosen stays: twic
 PROOF = 16  # of those behind a trial: with as many before it they tell the pace at which it was measured
 COLD = 4  # steps of a trial that are not measured: behind prompts and other numbers much comes from memory anew
 FIRST = COLD + SETTLED + 3  # steps of one: those, one that begins it, one that may compile, and one that ends it
-TRIAL = 32  # steps of one of what was measured since the start: about as long as a short answer, as to change costs graphs
-TURN = 5  # steps of it and of what was chosen alternate where the model does not draft; blocks end every 8, 16, ... steps
+TRIAL = 32  # steps of one of what was measured before: about as long as a short answer, as to change costs graphs
+TURN = 5  # steps of one alternate with what was chosen where the model does not draft; not 8: every 8 a block ends
 NEAR = 1.5  # times as many tokens per second may be made with another number than with one that may be as good ...
 AHEAD = 16  # ... whose trials may have cost as much as so many steps before they are paid for
 TRIALS = 3  # of what turns out not to be measured; of none at all one more every AGAIN steps
@@ -47,7 +47,7 @@ class Trials:
         self.chosen, self.held = depth, self._hold
 
     def end(self, proof: int) -> None:
-        """The trial is over. proof: steps of what was chosen that are to be measured again, before both are compared."""
+        """The trial is over. proof: steps of what was chosen that are measured again, before both are compared."""
         self._hold = HELD
         self.proves, self.trial = self.trial[0], (self.trial[0], 0)
         self.held = proof

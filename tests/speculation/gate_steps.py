@@ -82,6 +82,7 @@ class Steps:
     warm: bool = True
     done: float = 0.0  # tokens of each request that runs
     tokens: float = 0.0
+    accepted: float = 0.0  # that are not counted yet
 
     def go(self, count: int) -> list[int]:
         """What is drafted in each of so many steps."""
@@ -117,6 +118,9 @@ class Steps:
             self.at += self.seconds[depth] * self.noise()
         made = expected_tokens(self.gate._speculation.acceptance, self.drafts)
         self.tokens += self.num * made
+        self.accepted += self.num * (made - 1)
+        self.gate._speculation.num_accepted_tokens += int(self.accepted)
+        self.accepted %= 1.0
         self.warm, self.done, self.step = self.warm and depth > 0, self.done + made, self.step + 1
         self.drafts = min(self.gate._speculation.depth, depth)
         if self.done >= self.length:

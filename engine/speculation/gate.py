@@ -58,6 +58,7 @@ class Gate(StepCompanion):
     ) -> None:
         times = StepTimes.read(file) if file is not None else None
         self.meter = StepMeter(times or StepTimes(), clock)
+        self.times.paired = not speculation.models
         self._speculation = speculation
         self._adaptive = adaptive
         self._most_sequences = most_sequences  # of a rank

@@ -53,17 +53,19 @@ class Usual:
         self._paired = paired
         if self.measured:
             self._before = self._value = self.value
-            self._clear()
+            self._last.clear()
+            self._num_served = 0
 
     def renew(self) -> None:
         """What came before does not count, as soon as enough has come."""
         self._remembered, self._before = self.value, None
         self._value = self._remembered
-        self._clear()
-
-    def _clear(self) -> None:
         self._last.clear()
-        self._num_served = 0
+
+    def serve(self) -> None:
+        """From now on such steps are made for their own sake, and tell what no trial does."""
+        self.renew()
+        self._num_served = SETTLED - LATELY
 
     def add(self, seconds: float, trying: bool = False, tokens: float = 1.0) -> None:
         """trying: it belongs to a trial."""
@@ -114,12 +116,12 @@ class Usual:
 
     @property
     def served(self) -> bool:
-        """Steps for their own sake are among those measured."""
+        """Some were made for their own sake; where no trial was like them, all that count."""
         return self._num_served >= SETTLED
 
 
 class _Pace(NamedTuple):
-    """So many drafts serve, and took so long when last compared; 0: not known. served: that was of steps that serve."""
+    """So many drafts serve, and took so long when last compared; 0: not known. served: as of Usual."""
 
     depth: int
     seconds: float
@@ -128,9 +130,11 @@ class _Pace(NamedTuple):
 
 class StepTimes:
     """Each from the beginning of a step to that of the next one, with all that the host and other ranks do meanwhile.
-    usuals: of steps of so many sequences (as a size), that only decode, with so many drafts wanted for each."""
+    usuals: of steps of so many sequences (as a size), that only decode, with so many drafts wanted for each. paired:
+    trials alternate with what they are compared with."""
 
     def __init__(self) -> None:
+        self.paired = False
         self.usuals: dict[tuple[int, int], Usual] = {}
         self._paces: dict[int, _Pace] = {}  # by size
 
@@ -153,6 +157,9 @@ class StepTimes:
         pace = self._paces.get(size_of(num_sequences))
         if pace is None or pace.depth != depth:
             self.keep_pace(num_sequences)
+            usual = self.usual(num_sequences, depth)
+            if usual is not None and not self.paired:
+                usual.serve()
             self._serve(num_sequences, depth)
 
     def _serve(self, num_sequences: int, depth: int) -> None:

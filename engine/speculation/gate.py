@@ -334,6 +334,8 @@ class Gate(StepCompanion):
         others = [depth for depth in rates if depth != best]
         if not others or one.since < after:
             return None
+        if one.doubted and best:
+            return 0
         # What is known: that which was measured longest ago, as soon as it may cost what it probably will. Of what was
         # not, that which may well be as good: first the most drafts, as they tell how often each place is right, then
         # that which is nearest; this at once where none at all is nearly as good as the best.

@@ -19,8 +19,8 @@ TRIALS = 3  # of what turns out not to be measured; of none at all one more ever
 class Trials:
     """Of steps of about so many sequences. tried: trials of so many drafts, and tried_at: in which step the last one
     began; trial: the one under way, and its steps that are left; proves: what the last one was of, until it is
-    compared; since: steps since it began; chosen: None: nothing yet; held: steps for which it stays; prompted: in which
-    step prompts came last."""
+    compared; since: steps since it began; chosen: None: nothing yet; held: steps for which it stays; doubted: none at
+    all was chosen before, and not measured since; prompted: in which step prompts came last."""
 
     def __init__(self) -> None:
         self.tried: dict[int, int] = {}
@@ -30,6 +30,7 @@ class Trials:
         self.proves: int | None = None
         self.steps = self.held = self.since = self.prompted = 0
         self._hold = HELD
+        self.doubted = False
 
     def tick(self) -> None:
         self.steps += 1
@@ -43,6 +44,7 @@ class Trials:
 
     def choose(self, depth: int) -> None:
         """So many drafts, for a while."""
+        self.doubted = (self.doubted or self.chosen == 0) and depth > 0
         self._hold = min(2 * self._hold, LONG_HELD) if depth == self.chosen else HELD
         self.chosen, self.held = depth, self._hold
 
@@ -58,4 +60,5 @@ class Trials:
             usual.again(paired and depth > 0)  # none is what is taken unless another is certain to be better
         self.tried[depth] = self.tried.get(depth, 0) + 1
         self.tried_at[depth] = self.steps
+        self.doubted = self.doubted and depth > 0
         self.trial, self.since = (depth, steps - 1), 0

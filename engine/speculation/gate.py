@@ -198,7 +198,7 @@ class Gate(StepCompanion):
         if last.trying and not last.own and not step.trying:
             self._trials_of(last.num).end(PROOF if self._speculation.models else 0)
         elif step.trying and not step.own:
-            if depth != step.depth or heard + 2 * TURN < step.step:
+            if depth != step.depth or not 0 < step.step - heard <= 2 * TURN:  # an epoch begins with step 0
                 paired = not self._speculation.models
                 self._trials_of(step.num).begin(step.depth, 1, self.times.usual(step.num, step.depth), paired)
                 if paired:

@@ -193,6 +193,10 @@ def test_trials_are_those_of_all(drafter: Drafter) -> None:
         gate.join(StepPlan(step, True, False, (0, 2), (9, 9)), [words, (1, 1, 2, 1, True)])
         assert (gate.meter.last.trying, gate.meter.last.depth) == ((False, 2) if not step and not models else (True, 1))
     assert gate._trials[1].tried == {1: 1}
+    for step in range(2):  # of the next epoch
+        words = gate.propose(Schedule(step))
+        gate.join(StepPlan(step, True, False, (0, 2), (9, 9)), [words, (1, 1, 2, 1, True)])
+    assert gate._trials[1].tried == {1: 2}
 
 
 @settings(max_examples=examples(40), deadline=None)

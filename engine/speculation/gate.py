@@ -4,16 +4,17 @@ Times are those of the steps that serve (engine/speculation/times.py), until the
 rank was ready: only how they compare counts, as what is chosen is measured at once, and the others are taken to have
 changed by as much. What is not chosen is measured in turn by a few steps with it (a *trial*), as soon as all trials
 together cost no more than a hundredth of the time. A trial costs what its steps took longer than the best number would
-have for as many tokens. One without drafts lasts until its requests end, since they lose the thread by it, and is
-charged to that end. Where practice could not measure a number of drafts, and it might be the best, it is tried at once.
+have for as many tokens. Where the model drafts, one without drafts lasts until its requests end, since they lose the
+thread by it, and is charged to that end; where drafts are looked up, trials alternate with what was chosen. A number of
+drafts that practice could not measure, and that might be the best, is tried at once.
 
 What decodes gain has to pay for what prompts lose: of a model that drafts the passes over prompts are measured too, and
 divided among the tokens that requests usually have.
 
 Each rank says what it would do in the record of every step, and all do what the rank with most sequences said: the
 passes of a layer that drafts are exchanges between all of them, and a step is over when all have computed it. So all
-learn the same of what a step took. Where the model does not draft, some requests have no drafts, or fewer than are
-wanted: what a step took is then what steps of that number took with as many as there were.
+learn the same of what a step took. Where drafts are looked up some requests have none, or fewer than are wanted: what a
+step took is then divided by the tokens that it brought.
 """
 
 from __future__ import annotations

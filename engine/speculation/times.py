@@ -179,14 +179,16 @@ class StepTimes:
         usual = None if pace is None else self.usual(size, pace.depth)
         if pace is None or usual is None or (now := usual.pace) == pace.seconds:
             return
-        for (of, depth), found in self.usuals.items():
-            if of == size and found.known and depth not in (pace.depth, but) and pace.seconds:
-                longer = now / pace.seconds
-                if not found.measured:
-                    found.scale(0.5 * (longer + min(longer, 1.0 + (now - pace.seconds) / found.value)))
-                elif pace.served:
-                    found.scale(longer)
         self._serve(size, pace.depth)
+        if not pace.seconds:
+            return
+        longer = now / pace.seconds
+        others = [found for (of, depth), found in self.usuals.items() if of == size and depth not in (pace.depth, but)]
+        for found in others:
+            if found.measured and pace.served:
+                found.scale(longer)
+            elif found.known and not found.measured:
+                found.scale(0.5 * (longer + min(longer, 1.0 + (now - pace.seconds) / found.value)))
 
     def renew(self, num_sequences: int) -> None:
         """A trial begins that alternates with what serves: what was measured of that before does not count."""

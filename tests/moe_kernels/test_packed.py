@@ -14,21 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from isas import EVERY_ISA, ISAS
 from moe_inputs import routing
+from packed_inputs import CPU, DTYPES, FP8, PLAIN, SIZES, matrices, packed
 from rounding import WHOLE_OF_8_BITS, assert_within, bound, expert_bound, unit
 from torch import Tensor
 
 from moe_kernels import ExpertBatch, Layout, TokenBatch, WeightFormat, expert_weights, permute_some, reference
 from moe_kernels.activation import Activation, ExpertKind
-from moe_kernels.matrix import HALVES, ScaledMatrix, dequantize, dequantize_halves, quantize, quantize_halves
+from moe_kernels.matrix import HALVES, ScaledMatrix
 from moe_kernels.packed import PackedExperts
 from moe_kernels.quant import dequantize_rows, quantize_rows
 from moe_kernels.weights import PlainExperts
 from native import Choice, Isa, best_isa, choose, has_whole_numbers, isa, limit_isa
 
-DTYPES = [torch.float32, torch.bfloat16]
 WHOLE = (*HALVES, WeightFormat.INT8)  # whose few rows may be multiplied as whole numbers
-PLAIN, FP8, INT8 = WeightFormat.PLAIN, WeightFormat.FP8, WeightFormat.INT8
-CPU = torch.device("cpu")
 
 
 def always_whole(dtype: torch.dtype) -> bool:
@@ -58,41 +56,6 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-Matrices = tuple[Tensor, Tensor, Tensor]
-
-
-def matrices(hidden: int, width: int, dtype: torch.dtype, seed: int) -> Matrices:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((width, hidden), (width, hidden), (hidden, width))
-    gate, up, down = (torch.randn(shape, generator=generator) * shape[1] ** -0.5 for shape in shapes)
-    return gate.to(dtype), up.to(dtype), down.to(dtype)
-
-
-def rounded(matrix: Tensor, form: WeightFormat) -> Tensor:
-    """What it is where it is kept so, float32."""
-    if form is WeightFormat.BF16:
-        return matrix.bfloat16().float()
-    if form in HALVES:
-        return dequantize_halves(quantize_halves(matrix, form), torch.float32)
-    return dequantize(quantize(matrix, form), torch.float32)
-
-
-def packed(
-    num_slots: int, hidden: int, width: int, dtype: torch.dtype, form: WeightFormat = PLAIN
-) -> tuple[PackedExperts, PlainExperts]:
-    """The same experts twice; the second in float64, with the weights that the first has after its rounding."""
-    ours = PackedExperts(num_slots, hidden, width, dtype, form)
-    ours.packed_SB.fill_(0xFF)  # NaN wherever packing writes nothing
-    exact = PlainExperts(num_slots, hidden, width, torch.float64, CPU)
-    for slot in range(num_slots):
-        given = matrices(hidden, width, dtype, slot)
-        ours.fill(slot, *given)
-        if form is not PLAIN:
-            given = tuple(map(rounded, given, form.parts))  # type: ignore[assignment]
-        exact.fill(slot, *given)
-    return ours, exact
-
-
 def assert_rounding_only(
     y_RD: Tensor, batch: ExpertBatch, exact: PlainExperts, form: WeightFormat = WeightFormat.PLAIN
 ) -> None:
@@ -118,8 +81,6 @@ def ragged(rows: list[int], hidden: int, dtype: torch.dtype) -> ExpertBatch:
     return ExpertBatch(Layout.RAGGED, x_RD, torch.tensor(rows, dtype=torch.int32))
 
 
-# Whole panels; odd sizes; less than a panel; more than a block of scales; one.
-SIZES = [(128, 64), (70, 33), (7, 5), (300, 150), (1, 1)]
 ROWS = [[3, 0, 7, 1], [0, 0, 0, 0], [0, 13, 0, 40], [1, 0, 0, 0]]
 
 
@@ -363,48 +324,6 @@ def test_weights_of_bfloat16_and_rows_of_float32(level: Isa, hidden: int, width:
     assert half.format is PLAIN and half.packed_SB.shape[1] == ours.packed_SB.shape[1]
 
 
-@pytest.mark.parametrize(("hidden", "width"), SIZES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_packed_can_be_read_back(dtype: torch.dtype, hidden: int, width: int) -> None:
-    for form in WeightFormat:
-        ours = PackedExperts(2, hidden, width, dtype, form)
-        given = matrices(hidden, width, dtype, 9)
-        ours.clear(0)
-        ours.fill(1, *given)
-        if form is not PLAIN:
-            given = tuple(rounded(*each).to(dtype) for each in zip(given, form.parts, strict=True))  # type: ignore[assignment]
-        for slot, expected in enumerate(([torch.zeros_like(matrix) for matrix in given], given)):
-            for read, matrix in zip(ours.read(slot), expected, strict=True):
-                assert torch.equal(read, matrix)
-
-
-def test_slots_of_many_pages_in_any_order() -> None:
-    """Bringing memory in does not touch what is there already."""
-    ours = PackedExperts(5, 1024, 400, torch.bfloat16, PLAIN)
-    given = {slot: matrices(1024, 400, torch.bfloat16, slot) for slot in (1, 4, 0, 2, 3)}
-    for slot, expert in given.items():
-        ours.fill(slot, *expert)
-    ours.clear(2)
-    for slot, expert in given.items():
-        for read, matrix in zip(ours.read(slot), expert, strict=True):
-            assert torch.equal(read, matrix if slot != 2 else torch.zeros_like(matrix))
-
-
-def test_a_slot_is_all_in_its_bytes() -> None:
-    """What a move between ranks copies is enough."""
-    for form in WeightFormat:
-        here, _ = packed(3, 70, 33, torch.bfloat16, form)
-        there = PackedExperts(2, 70, 33, torch.bfloat16, form)
-        there.clear(1)
-        for source, target in zip(here.storage(2), there.storage(0), strict=True):
-            assert source.is_contiguous() and target.is_contiguous()
-            target.copy_(source)
-        x_RD = torch.randn(5, 70).bfloat16()
-        rows_at_2 = ExpertBatch(Layout.RAGGED, x_RD, torch.tensor([0, 0, 5], dtype=torch.int32))
-        rows_at_0 = ExpertBatch(Layout.RAGGED, x_RD, torch.tensor([5, 0], dtype=torch.int32))
-        assert torch.equal(here.run_rows(rows_at_2), there.run_rows(rows_at_0))
-
-
 def test_every_fp8_number(level: Isa) -> None:
     """All 256 of them, through both ways of widening (few rows, many rows): x is a row of the unit matrix."""
     numbers = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
@@ -423,26 +342,6 @@ def test_every_fp8_number(level: Isa) -> None:
             y = ours.run_rows(ExpertBatch(Layout.RAGGED, part, torch.tensor([part.shape[0]], dtype=torch.int32)))
             expected = numbers[first : first + count].float() * gate
             torch.testing.assert_close(y[:, 0], expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("form", [FP8, INT8], ids=lambda form: form.value)
-def test_quantised_weights_are_near(form: WeightFormat) -> None:
-    weight = torch.randn(200, 300, generator=torch.Generator().manual_seed(0))
-    weight[:128, :128] = 0
-    matrix = quantize(weight, form)
-    error = (dequantize(matrix, torch.float32) - weight).abs()
-    step = 2.0**-4 * weight.abs() if form is FP8 else 0.0
-    assert (error <= step + weight.abs().max() / 250).all()
-    assert (dequantize(matrix, torch.float32)[:128, :128] == 0).all()
-
-
-def test_a_checkpoints_fp8_stays_as_it_is() -> None:
-    ours = PackedExperts(1, 140, 130, torch.bfloat16, FP8)
-    given = [quantize(matrix, FP8) for matrix in matrices(140, 130, torch.float32, 3)]
-    ours.fill_scaled(0, *given)
-    for read, matrix in zip(ours.read(0), given, strict=True):
-        assert torch.equal(read, dequantize(matrix, torch.bfloat16))
-    assert ours.packed_SB.numel() < 1.25 * 3 * 140 * 130 * 1.3
 
 
 def test_the_choice(level: Isa) -> None:

@@ -116,7 +116,15 @@ class Companions:
         self.muted = False
         ends = list(accumulate(member.num_words for member in members))
         self._num_words = ends[-1] if ends else 0
-        self._places = [slice(end - member.num_words, end) for member, end in zip(members, ends, strict=True)]
+        places = [slice(end - member.num_words, end) for member, end in zip(members, ends, strict=True)]
+        self._places = dict(zip(members, places, strict=True))
+        self._watching, self._hearing = self._that("scheduling"), self._that("agreed")
+        self._speaking, self._joining = self._that("propose"), self._that("join")
+
+    def _that(self, name: str) -> list[StepCompanion]:
+        """Those that have a method of their own of that name: steps are short, and what a call costs counts."""
+        base = getattr(StepCompanion, name)
+        return [member for member in self.members if getattr(type(member), name) is not base]
 
     @property
     def has_work(self) -> bool:
@@ -127,31 +135,31 @@ class Companions:
         return not self.muted and any(member.busy for member in self.members)
 
     def scheduling(self) -> None:
-        for member in self.members:
+        for member in self._watching:
             member.scheduling()
 
     def agreed(self, plan: StepPlan) -> None:
-        for member in self.members:
+        for member in self._hearing:
             member.agreed(plan)
 
     def propose(self, schedule: Schedule) -> list[int]:
         """All their words, one after another."""
         words: list[int] = []
-        for member in self.members:
+        for member in self._speaking:
             words += member.propose(schedule) if not self.muted or member.practises else [0] * member.num_words
         assert len(words) == self._num_words
         return words
 
     def join(self, plan: StepPlan) -> list[StepHook]:
         hooks: list[StepHook] = []
-        for member, place in zip(self.members, self._places, strict=True):
+        for member in self._joining:
             if not self.muted or member.practises:
-                hook = member.join(plan, [words[place] for words in plan.words])
+                hook = member.join(plan, self.said(member, plan))
                 if hook is not None:
                     hooks.append(hook)
         return hooks
 
     def said(self, member: StepCompanion, plan: StepPlan) -> list[Sequence[int]]:
         """The words of this one, of every rank."""
-        place = self._places[self.members.index(member)]
+        place = self._places[member]
         return [words[place] for words in plan.words]

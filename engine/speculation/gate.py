@@ -29,11 +29,12 @@ from time import perf_counter
 from engine.agreement import StepPlan
 from engine.hooks import Lesson, StepCompanion, StepHook
 from engine.schedule import Schedule
+from engine.speculation.choice import Choice
 from engine.speculation.costs import Costs
 from engine.speculation.meter import MeteredStep, StepMeter
 from engine.speculation.speculation import Speculation
-from engine.speculation.times import MARGIN, SETTLED, StepTimes, best_of, expected_tokens, size_of
-from engine.speculation.trials import AGAIN, AHEAD, COLD, FIRST, NEAR, PROOF, TRIAL, TRIALS, TURN, Trials
+from engine.speculation.times import MARGIN, SETTLED, StepTimes, best_of, size_of
+from engine.speculation.trials import AGAIN, FIRST, PROOF, TRIAL, TURN, Trials
 from ep.recorder import Kind
 
 PRACTISED = (1, 32, 8)  # requests at a time; what steps of other numbers take follows from these
@@ -60,7 +61,7 @@ class Gate(StepCompanion):
         times = StepTimes.read(file) if file is not None else None
         self.meter = StepMeter(times or StepTimes(), clock)
         self.times.paired = not speculation.models
-        self._speculation = speculation
+        self._speculation, self._choice = speculation, Choice(speculation, self.meter)
         self._adaptive = adaptive
         self._most_sequences = most_sequences  # of a rank
         self._leads, self._file = leads, file if leads else None
@@ -71,12 +72,14 @@ class Gate(StepCompanion):
         self._needless = False  # without it no drafts would be made of prompts
         self._without = False  # a trial without drafts is under way: its requests are without any until they end
         self._trials: dict[int, Trials] = {}  # by the size of so many sequences
-        self._part = 1.0  # of the sequences, that have drafts where they may; all, where the model drafts
         self._heard = (-TRIAL, 0)  # the last step of another rank's trial, and its drafts
         self._num_rows = self._num_accepted = 0  # of this rank's step before; of all until then
         self._verifying = (0, False)  # whether the next step is one of a trial, and of this rank's
         self._lately = deque[int]([], AGAIN)  # sequences of steps that decode, as sizes
         self._schedule = Schedule(-1)  # the last one that was proposed
+        self._still: Trials | None = None  # nothing but decodes without drafts lately, of its size, and words as these:
+        self._words: tuple[int, ...] = ()
+        self._said: Sequence[Sequence[int]] = ()  # of all ranks, of such a step
         self._best_rate = 0.0  # of what was last chosen; 0: not known
         self._lesson = (0, 0)  # drafts to practise, steps that are left
 
@@ -92,6 +95,7 @@ class Gate(StepCompanion):
         meter = self.meter
         end = meter.clock() + PRACTICE_SECONDS
         self.practises = meter.practises = True
+        self._said = ()
         known = self.times.told()
         for num, depth, measured in self._unknown():
             began = meter.clock()
@@ -116,7 +120,7 @@ class Gate(StepCompanion):
         by all ranks."""
         found: list[tuple[int, int, bool]] = []
         for num in PRACTISED:
-            most = self._most_of(num)
+            most = self._choice.most_of(num)
             depths = sorted({0, 1, most, *(range(2, most) if num == 1 else ())})
             if num > self._most_sequences:
                 continue
@@ -124,15 +128,18 @@ class Gate(StepCompanion):
                 captured = [(num, depth, False) for depth in depths] if num == 1 else []
                 found += [*captured, *((num, depth, True) for depth in depths)]
             elif not found:
-                found = [(num, best_of(self._rates(num)), False)]
+                found = [(num, best_of(self._choice.rates(num)), False)]
         return found
 
     def propose(self, schedule: Schedule) -> Sequence[int]:
         """The words: drafts to verify in the next step, drafts to make in this one, one and the sequences, whether the
-        step is one of a trial (1) that is not measured (2), and whether it has nothing but decodes. A rank that
+        step is one of a trial (1) and is not measured (2), and whether it has nothing but decodes. A rank that
         practises something else says zeros, and would make no drafts."""
         self._schedule, num = schedule, len(schedule.rows)
+        if self._goes_on_so(schedule):
+            return self._words
         decodes = schedule.num_tokens == num + schedule.num_drafts
+        self._still = None
         if self.practises:
             self._want(self._lesson[0], False)
         elif self._adaptive and num and self._speculation.busy:
@@ -148,9 +155,25 @@ class Gate(StepCompanion):
             else:  # many come one after another: the first of them begin as all go on, or some would have no drafts
                 num = max(num, max(set(self._lately), key=self._lately.count, default=0))
                 self._begin(self._trials_of(num), num)
-        return (*self._wanted, 1 + len(schedule.rows), self._trial, decodes)
+            if decodes and not (self._trial or schedule.drafts or any(self._wanted)):
+                self._still = one
+        self._words = (*self._wanted, 1 + len(schedule.rows), self._trial, decodes)
+        return self._words
+
+    def _goes_on_so(self, schedule: Schedule) -> bool:
+        """The step is like the last one, nothing but decodes without drafts, and what was chosen still stays."""
+        one, num = self._still, len(schedule.rows)
+        if one is None or self._words[2] != 1 + num or schedule.new_rows or schedule.num_tokens != num:
+            return False
+        if (one.held <= 1 or one.trial[1]) and not (schedule.warm and not any(schedule.warm)):
+            return False
+        one.tick()
+        return True
 
     def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook | None:
+        if said == self._said and not self._schedule.new_rows and self.meter.goes_on(plan.step, self.meter.last.num):
+            return None
+        self._said = ()
         models = self._speculation.models
         if not self._most or not (models or self._speculation.busy):
             return None
@@ -159,7 +182,7 @@ class Gate(StepCompanion):
         if num <= 0 or not all(words[2] for words in said):
             return None
         verified, self._speculation.depth = self._speculation.depth, verify
-        own = self._trial > 0 and trial > 0 and len(self._schedule.rows) == num
+        own = self._trial % 2 > 0 and trial % 2 > 0 and len(self._schedule.rows) == num
         if models:  # more than may be verified have no memory
             depth = min(depth, 1 + self._speculation.max_in_step // num)
             decodes = max(plan.num_tokens) == num * (1 + depth)
@@ -169,14 +192,15 @@ class Gate(StepCompanion):
         if self.practises:
             self._lesson = self._lesson[0], self._lesson[1] - decodes
         elif not (depth or trial or self._schedule.new_rows) and decodes and self.meter.goes_on(plan.step, num):
+            self._said = () if verify or self._verifying[0] else said
             return None
-        step = MeteredStep(plan.step, num, depth, decodes, trial > 0, trial > 1, own)
+        step = MeteredStep(plan.step, num, depth, decodes, trial % 2 > 0, trial > 1, own)
         self._hear(step)
         begin = bool(self._schedule.new_rows) or not (self._schedule.rows or decodes)  # here or on another rank
         self.meter.begins(step, begin, self._best_rate if self._charged else 0.0, *self._brought(self.meter.last))
         if depth and not models and self._schedule.rows:
             part = sum(map(bool, self._schedule.drafts)) / len(self._schedule.rows)
-            self._part += RECENT_PART * (part - self._part)
+            self._choice.part += RECENT_PART * (part - self._choice.part)
         return _Drafting(self, step) if models and depth else None
 
     def close(self) -> None:
@@ -207,15 +231,15 @@ class Gate(StepCompanion):
             self._heard = step.step, step.depth
 
     def _want(self, depth: int, trying: bool, cold: bool = False) -> None:
-        self._wanted, self._trial = (depth, depth), trying + (trying and cold)
+        self._wanted, self._trial = (depth, depth), trying + 2 * cold
 
     def _begin(self, one: Trials, num: int) -> None:
         """A step with prompts: what is best for so many sequences, if anything is known, not what smaller steps want;
         or the beginning of a trial, which then needs no graphs of steps between two numbers."""
-        one.prompted = one.steps
+        one.prompted, models = one.steps, self._speculation.models
         self._learn(one, num)
-        rates = self._rates(num)
-        if one.trial[1] and one.since >= FIRST:
+        rates = self._choice.rates(num)
+        if models and one.trial[1] and one.since >= FIRST:
             one.end(PROOF)  # it was long enough
         compares = not one.trial[1] and not one.proving
         if compares:
@@ -223,10 +247,10 @@ class Gate(StepCompanion):
         if compares and 0 in rates:  # while requests have lost the thread nothing else chooses
             best = best_of(rates)
             self._take(one, num, best, rates)
-            if one.since >= AGAIN and self._speculation.models:
+            if models and one.since >= AGAIN:
                 self._try(one, num, rates, best, AGAIN)
         self._needless = one.trial[1] > 0 and not one.chosen
-        if one.trial[1]:
+        if one.trial[1] and (models or one.chosen is None):
             self._want(one.trial[0], True, True)
         elif one.chosen is not None:
             self._want(one.chosen, False)
@@ -236,23 +260,17 @@ class Gate(StepCompanion):
         one.tick()
         models = self._speculation.models
         self._without = self._without and not warm
-        depth, left = one.trial
-        if left and warm:
-            one.trial = (depth, left - 1)
-            if left == 1:
+        if one.trial[1] and warm:
+            self._want(*one.go_on())
+            if not one.trial[1]:
                 one.end(PROOF if models else 0)
-            if models or one.chosen is None:
-                self._want(depth, True, one.steps - one.tried_at[depth] < COLD)
-            else:
-                on = left // TURN % 2 > 0
-                self._want(depth if on else one.chosen, on)
             return
         if one.held > 0 and one.chosen is not None:
             self._want(one.chosen, self._without)
             return
         self._learn(one, num)
         one.proves = None
-        rates = self._rates(num)
+        rates = self._choice.rates(num)
         best = best_of(rates)
         if one.chosen in rates and rates[best] < rates[one.chosen] * (1 + MARGIN):
             best = one.chosen  # until prompts come: steps between two numbers have graphs of their own
@@ -278,78 +296,16 @@ class Gate(StepCompanion):
 
     def _try(self, one: Trials, num: int, rates: dict[int, float], best: int, after: float) -> bool:
         """Whether a trial begins. after: so many steps since the last one, where all are known."""
-        tried = self._to_try(one, num, rates, best, after)
+        tried = self._choice.to_try(one, num, rates, best, after)
         if tried is None:
             return False
         usual = self.times.usual(num, tried)
         alternates = not self._speculation.models and one.chosen is not None
-        one.begin(tried, (1 + alternates) * self._length(num, tried), usual, alternates)
+        one.begin(tried, (1 + alternates) * self._choice.length(num, tried), usual, alternates)
         if alternates:
             self.times.renew(num)
         self._without, self._charged, self._best_rate = not tried, usual is not None, rates.get(best, 0.0)
         return True
-
-    def _length(self, num: int, depth: int) -> int:
-        """Steps of a trial. One step has more drafts than another where they are looked up."""
-        usual = self.times.usual(num, depth)
-        return TRIAL if not self._speculation.models or (usual is not None and usual.measured) else FIRST
-
-    def _most_of(self, num: int) -> int:
-        return min(self._most, max(1, self._speculation.max_in_step // num))
-
-    def _rates(self, num: int) -> dict[int, float]:
-        """Tokens per second by the number of drafts, as far as they are known."""
-        drafts = self._speculation
-        usual = drafts.usual_output
-        prompts = self.meter.costs.of_request / usual if usual and drafts.models else 0.0  # seconds per token
-        found: dict[int, float] = {}
-        for depth in range(self._most_of(num) + 1):
-            step = self.times.usual(num, depth)
-            if step is not None:
-                rate = num * (expected_tokens(drafts.acceptance, depth) if drafts.models else 1.0) / step.value
-                found[depth] = rate / (1 + rate * prompts) if depth else rate
-        return found
-
-    def _tokens(self, depth: int) -> float:
-        """That a step with so many drafts probably brings to a sequence."""
-        return 1.0 + self._part * (expected_tokens(self._speculation.acceptance, depth) - 1.0)
-
-    def _to_try(self, one: Trials, num: int, rates: dict[int, float], best: int, after: float) -> int | None:
-        """So many drafts are to be measured now; None: nothing is. None at all last: requests lose the thread by it,
-        where the model drafts."""
-        models, best_rate = self._speculation.models, rates.get(best, 0.0)
-        if not models:  # as many as are made at first; then none, which only costs what the drafts would have brought
-            for depth in (self._most_of(num), 0):
-                if depth not in rates and one.tried.get(depth, 0) < TRIALS:
-                    return depth
-        better = best_rate * (1 + MARGIN) if best == 0 else best_rate
-        most = float("inf")  # sequences times steps per second: one with more drafts takes at least as long
-        for depth in range(self._most_of(num) + 1):
-            tokens = self._tokens(depth)
-            if depth in rates:
-                most = min(most, rates[depth] / tokens)
-            elif depth and one.tried.get(depth, 0) < TRIALS and tokens * most > better:
-                return depth
-        if 0 not in rates:
-            return 0 if one.tried.get(0, 0) < TRIALS or one.since >= AGAIN else None
-        others = [depth for depth in rates if depth != best]
-        if not others or one.since < after:
-            return None
-        if one.doubted and best:
-            return 0
-        # What is known: that which was measured longest ago, as soon as it may cost what it probably will. Of what was
-        # not, that which may well be as good: first the most drafts, as they tell how often each place is right, then
-        # that which is nearest; this at once where none at all is nearly as good as the best.
-        far = {depth: best_rate / rates[depth] if rates[depth] * NEAR < best_rate else 0.0 for depth in others}
-        nearest = one.tried or (best and rates[0] * (1 + 2 * MARGIN) > best_rate)
-        order = {depth: -rates[depth] if nearest else -depth for depth in others}
-        depth = min(others, key=lambda depth: (one.tried_at.get(depth, -1), far[depth], order[depth]))
-        tokens = self._length(num, depth) * num * self._tokens(depth)
-        if not depth and models:
-            tokens = max(tokens, num * self._speculation.usual_output)
-        loss = min(1 / rates[depth], 2.5 / rates[best]) - 1 / rates[best]  # what seems to be worse may not be so
-        ahead = 0.0 if far[depth] else AHEAD * num * self._tokens(best) / rates[best]
-        return depth if self.meter.costs.may_cost(tokens * loss, ahead) else None
 
     # ---- measuring ----
 
@@ -361,7 +317,7 @@ class Gate(StepCompanion):
         self._num_rows, self._num_accepted = len(self._schedule.rows), drafts.num_accepted_tokens
         if drafts.models or not last.depth:
             return rows + accepted, 1.0
-        return rows + accepted, 1.0 + accepted / rows if rows else self._tokens(last.depth)
+        return rows + accepted, 1.0 + accepted / rows if rows else self._choice.tokens(last.depth)
 
     def drafted(self, step: MeteredStep, schedule: Schedule, seconds: float) -> None:
         """The passes over a step with prompts took so long. Of the thread that computes."""

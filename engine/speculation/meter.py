@@ -41,7 +41,9 @@ class StepMeter:
         """A step of so many sequences that only decodes begins behind one that it is like, both without drafts. False:
         it does not."""
         last = self.last
-        if last.step + len(self._began) != number or last.num != num or last.depth or last.trying or not last.decodes:
+        if last.step + len(self._began) != number or last.num != num or last.depth or not last.decodes:
+            return False
+        if last.trying or last.cold:
             return False
         self._began.append(self.clock())
         if len(self._began) > TOGETHER:
@@ -51,14 +53,17 @@ class StepMeter:
     def _count(self) -> None:
         """All steps that are over."""
         began, last = self._began, self.last
-        if len(began) == 1:
+        num = len(began) - 1
+        if not num:
             return
-        took = [then - first for first, then in pairwise(began)]
-        took = [seconds for seconds in took if seconds < LONGEST_GAP]
-        self.costs.add_step(sum(took), False, 0.0)
-        if took:
-            self._note(last, sum(took) / len(took))
-        self.last, self._began = last._replace(step=last.step + len(began) - 1), began[-1:]
+        self.last, self._began = last._replace(step=last.step + num), began[-1:]
+        seconds = began[-1] - began[0]
+        if seconds >= LONGEST_GAP:
+            took = [gap for first, then in pairwise(began) if (gap := then - first) < LONGEST_GAP]
+            seconds, num = sum(took), len(took)
+        if num:
+            self.costs.add_step(seconds, False, 0.0)
+            self._note(last, seconds / num)
 
     def begins(self, step: MeteredStep, requests_begin: bool, best_rate: float, tokens: float, each: float) -> None:
         """A step begins, and so the one before it is over. requests_begin: with the step. best_rate: tokens per second

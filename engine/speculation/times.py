@@ -16,6 +16,7 @@ SETTLED = 3  # samples that count, behind the first, which may compile or captur
 LATELY = 32  # samples of which the mean counts
 OUTLIER = 3.0  # times the middle one: a step that took longer counts as so long
 MARGIN = 0.05  # by which drafts have to be better than none: what is measured beside other work is not exact
+EXACT = 0.005  # by less than this part steps have become no longer
 FORMAT = 4
 
 _SIZE_OF = [SIZES[bisect_left(SIZES, count)] for count in range(SIZES[-1] + 1)]
@@ -33,11 +34,13 @@ class Usual:
     lesser of the two counts, as nothing else makes steps shorter. remembered: of an earlier start, until so many have
     come."""
 
-    __slots__ = ("_before", "_began", "_last", "_num_served", "_paired", "_remembered", "_value")
+    __slots__ = ("_before", "_began", "_last", "_num_served", "_paired", "_remembered", "_sum", "_unit", "_value")
 
     def __init__(self, remembered: float | None = None) -> None:
         self._began = False
-        self._last: deque[tuple[float, float]] = deque(maxlen=LATELY)  # seconds, tokens
+        self._last: deque[tuple[float, float]] = deque(maxlen=LATELY)  # seconds by the unit, tokens
+        self._sum: float | None = None  # of those seconds; None: to be summed
+        self._unit = 1.0
         self._num_served = 0
         self._paired = False
         self._before: float | None = None  # the last trial
@@ -46,21 +49,25 @@ class Usual:
 
     def settled(self) -> float | None:
         """The shortest, as much else begins beside practice; None: too few were measured."""
-        return min(self._last)[0] if len(self._last) >= SETTLED else self._remembered
+        return min(self._last)[0] * self._unit if len(self._last) >= SETTLED else self._remembered
 
     def again(self, paired: bool = False) -> None:
         """Another trial begins. paired: it alternates with what it is compared with."""
         self._paired = paired
         if self.measured:
             self._before = self._value = self.value
-            self._last.clear()
+            self._clear()
             self._num_served = 0
 
     def renew(self) -> None:
         """What came before does not count, as soon as enough has come."""
         self._remembered, self._before = self.value, None
         self._value = self._remembered
+        self._clear()
+
+    def _clear(self) -> None:
         self._last.clear()
+        self._sum = None
 
     def serve(self) -> None:
         """From now on such steps are made for their own sake, and tell what no trial does."""
@@ -70,7 +77,8 @@ class Usual:
     def add(self, seconds: float, trying: bool = False, tokens: float = 1.0) -> None:
         """trying: it belongs to a trial."""
         if self._began:
-            self._last.append((seconds, tokens))
+            self._last.append((seconds / self._unit, tokens))
+            self._sum = None
             self._num_served += not trying
             if len(self._last) >= SETTLED:
                 self._value = self._remembered = None
@@ -93,17 +101,17 @@ class Usual:
         return self._seconds() / len(self._last) if len(self._last) >= SETTLED else self.value
 
     def _seconds(self) -> float:
-        most = OUTLIER * sorted(self._last)[len(self._last) // 2][0]
-        return sum(min(seconds, most) for seconds, _ in self._last)
+        if self._sum is None:
+            most = OUTLIER * sorted(self._last)[len(self._last) // 2][0]
+            self._sum = sum(min(seconds, most) for seconds, _ in self._last)
+        return self._sum * self._unit
 
     def scale(self, factor: float) -> None:
         """As if everything had taken so much longer."""
-        self._last = deque(((factor * seconds, tokens) for seconds, tokens in self._last), LATELY)
-        if self._remembered is not None:
-            self._remembered *= factor
-        if self._before is not None:
-            self._before *= factor
-        self._value = self._remembered if len(self._last) >= SETTLED else self._before or self._remembered
+        self._unit *= factor
+        self._value = self._value and factor * self._value
+        self._remembered = self._remembered and factor * self._remembered
+        self._before = self._before and factor * self._before
 
     @property
     def known(self) -> bool:
@@ -177,7 +185,10 @@ class StepTimes:
         size = size_of(num_sequences)
         pace = self._paces.get(size)
         usual = None if pace is None else self.usual(size, pace.depth)
-        if pace is None or usual is None or (now := usual.pace) == pace.seconds:
+        if pace is None or usual is None:
+            return
+        now = usual.pace
+        if abs(now - pace.seconds) <= EXACT * pace.seconds and pace.served == usual.served:
             return
         self._serve(size, pace.depth)
         if not pace.seconds:

@@ -10,7 +10,7 @@ PROOF = 16  # of those behind a trial: with as many before it they tell the pace
 COLD = 4  # steps of a trial that are not measured: behind prompts and other numbers much comes from memory anew
 FIRST = COLD + SETTLED + 3  # steps of one: those, one that begins it, one that may compile, and one that ends it
 TRIAL = 32  # steps of one of what was measured before: about as long as a short answer, as to change costs graphs
-TURN = 5  # steps of one alternate with what was chosen where the model does not draft; not 8: every 8 a block ends
+TURN = 16  # steps of one alternate with what was chosen where the model does not draft
 NEAR = 1.5  # times as many tokens per second may be made with another number than with one that may be as good ...
 AHEAD = 16  # ... whose trials may have cost as much as so many steps before they are paid for
 TRIALS = 3  # of what turns out not to be measured; of none at all one more every AGAIN steps
@@ -30,7 +30,7 @@ class Trials:
         self.proves: int | None = None
         self.steps = self.held = self.since = self.prompted = 0
         self._hold = HELD
-        self.doubted = False
+        self.doubted = self._alternates = False
 
     def tick(self) -> None:
         self.steps += 1
@@ -54,11 +54,20 @@ class Trials:
         self.proves, self.trial = self.trial[0], (self.trial[0], 0)
         self.held = proof
 
+    def go_on(self) -> tuple[int, bool, bool]:
+        """What a step of the trial under way drafts; whether it is of the trial, and is not measured."""
+        depth, left = self.trial
+        self.trial = (depth, left - 1)
+        if not self._alternates or self.chosen is None:
+            return depth, True, self.steps - self.tried_at[depth] < COLD
+        tries = left // TURN % 2 > 0
+        return depth if tries else self.chosen, tries, TURN - left % TURN <= COLD
+
     def begin(self, depth: int, steps: int, usual: Usual | None, paired: bool) -> None:
         """A trial. usual: what such steps took; None: not known yet. paired: it alternates with what was chosen."""
         if usual is not None:
             usual.again(paired and depth > 0)  # none is what is taken unless another is certain to be better
         self.tried[depth] = self.tried.get(depth, 0) + 1
         self.tried_at[depth] = self.steps
-        self.doubted = self.doubted and depth > 0
+        self.doubted, self._alternates = self.doubted and depth > 0, paired
         self.trial, self.since = (depth, steps - 1), 0

@@ -68,7 +68,7 @@ def test_what_is_to_be_expected() -> None:
     assert expected_tokens([0.8, 0.5, 0.5], 0) == 1
     assert expected_tokens([0.8, 0.5, 0.5], 3) == pytest.approx(1 + 0.8 + 0.4 + 0.2)
     gate = gate_of(filled({1: 1.0}, {(1, 1): 1.6}), [0.8, 0.8])
-    assert gate._rates(1) == {0: 1.0, 1: pytest.approx(1.8 / 1.6)}
+    assert gate._choice.rates(1) == {0: 1.0, 1: pytest.approx(1.8 / 1.6)}
     assert [size_of(count) for count in (1, 7, 100, 9999)] == [1, 8, 128, 512]
 
 

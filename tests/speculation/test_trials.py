@@ -62,7 +62,7 @@ def test_it_comes_to_within_two_in_a_hundred_of_the_best(
     steps.go(4000)
     began, tokens = steps.at, steps.tokens
     steps.go(4000)
-    rates = [steps.fixed(depth) for depth in range(1 + gate._most_of(num))]
+    rates = [steps.fixed(depth) for depth in range(1 + gate._choice.most_of(num))]
     assert (steps.tokens - tokens) / (steps.at - began) > 0.98 * max(rates[0], max(rates) / (1 + MARGIN))
 
 
@@ -77,7 +77,7 @@ def test_with_times_from_practice_it_is_there_from_the_first_step_on(
     gate.meter.times = practised(num, seconds)
     steps = Steps(gate, num, [slower * value for value in seconds], length, prompt=0.02)
     steps.go(4000)
-    rates = [steps.fixed(depth) for depth in range(1 + gate._most_of(num))]
+    rates = [steps.fixed(depth) for depth in range(1 + gate._choice.most_of(num))]
     assert steps.tokens / steps.at > 0.98 * max(rates[0], max(rates) / (1 + MARGIN))
 
 
@@ -96,7 +96,7 @@ def test_what_took_longer_in_practice_is_not_given_up(
     steps.go(9000)
     began, tokens = steps.at, steps.tokens
     steps.go(8000)
-    rates = [steps.fixed(depth) for depth in range(1 + gate._most_of(num))]
+    rates = [steps.fixed(depth) for depth in range(1 + gate._choice.most_of(num))]
     trials = SHARE * steps.at / (steps.at - began)
     assert (steps.tokens - tokens) / (steps.at - began) > (0.99 - trials) * max(rates[0], max(rates) / (1 + MARGIN))
 

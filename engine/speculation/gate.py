@@ -79,7 +79,7 @@ class Gate(StepCompanion):
         self._schedule = Schedule(-1)  # the last one that was proposed
         self._still: Trials | None = None  # nothing but decodes without drafts lately, of its size, and words as these:
         self._words: tuple[int, ...] = ()
-        self._said: Sequence[Sequence[int]] = ()  # of all ranks, of such a step
+        self._said: tuple[Sequence[Sequence[int]], tuple[int, ...]] | None = None  # by all ranks, of such a step
         self._best_rate = 0.0  # of what was last chosen; 0: not known
         self._lesson = (0, 0)  # drafts to practise, steps that are left
 
@@ -95,7 +95,7 @@ class Gate(StepCompanion):
         meter = self.meter
         end = meter.clock() + PRACTICE_SECONDS
         self.practises = meter.practises = True
-        self._said = ()
+        self._said = None
         known = self.times.told()
         for num, depth, measured in self._unknown():
             began = meter.clock()
@@ -165,15 +165,18 @@ class Gate(StepCompanion):
         one, num = self._still, len(schedule.rows)
         if one is None or self._words[2] != 1 + num or schedule.new_rows or schedule.num_tokens != num:
             return False
-        if (one.held <= 1 or one.trial[1]) and not (schedule.warm and not any(schedule.warm)):
-            return False
+        if not schedule.warm or any(schedule.warm):
+            if one.chosen != 0 or one.held <= 1 or one.trial[1]:
+                return False
+            self._lately.append(size_of(num))
         one.tick()
         return True
 
     def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook | None:
-        if said == self._said and not self._schedule.new_rows and self.meter.goes_on(plan.step, self.meter.last.num):
+        like = (said, plan.num_tokens) == self._said and not self._schedule.new_rows
+        if like and self.meter.goes_on(plan.step, self.meter.last.num):
             return None
-        self._said = ()
+        self._said = None
         models = self._speculation.models
         if not self._most or not (models or self._speculation.busy):
             return None
@@ -192,7 +195,7 @@ class Gate(StepCompanion):
         if self.practises:
             self._lesson = self._lesson[0], self._lesson[1] - decodes
         elif not (depth or trial or self._schedule.new_rows) and decodes and self.meter.goes_on(plan.step, num):
-            self._said = () if verify or self._verifying[0] else said
+            self._said = None if verify or self._verifying[0] else (said, plan.num_tokens)
             return None
         step = MeteredStep(plan.step, num, depth, decodes, trial % 2 > 0, trial > 1, own)
         self._hear(step)

@@ -1,18 +1,18 @@
 """What drafts bring over HTTP: two servers of one model, with drafts and without, measured in turns by the same requests.
 
     python benchmarks/bench_speculation.py [--model DIR] [--cases mtp,eagle3,prediction,ngram,editing,edited] [--streams 1,8,64]
-                                           [--drafter DIR] [--tokens 160] [--repeats 3] [--drafts N] [--options WORDS] [--picture FILE] [--json]
+                                           [--drafter DIR] [--chats N] [--tokens 160] [--repeats 3] [--drafts N] [--options WORDS] [--picture FILE] [--json]
 
 mtp: stories of the model's own making, where its MTP layer drafts. eagle3: the same with an EAGLE-3 drafter (--drafter; of the
 embedded model there is one in tests/speculation/drafter). prediction: a text is to come again with a tenth of its words
 changed, and the request says what it expects (the changed text is what a model would edit; the tokens are the model's).
-ngram: text that repeats itself. editing: the model is asked to write a text again with another name in it, and drafts come from the
+ngram: the same stories, whose texts hardly repeat themselves, with method ngram. editing: the model is asked to write a text again with another name in it, and drafts come from the
 text that it was given (method ngram); edited: the same with that text as the request's prediction. Both want a model that follows
 (SmolLM2: benchmarks/real_weights.py). Every request is greedy, and its tokens are the same with and without drafts, which is checked.
 
 A row per case and number of streams: k_mean, drafts of a sequence and step; acceptance, of those, the part that was right; bound, what
 the ratio would be if a step took no longer with drafts and prompts took nothing; ratio, the middle one of tokens per second with drafts
-over those without. --drafts: always so many, not as many as pay. --options: of both servers, as `moesaic serve` takes them. --picture:
+over those without. --chats: so many questions of other kinds are answered with drafts before, one by one. --drafts: always so many, not as many as pay. --options: of both servers, as `moesaic serve` takes them. --picture:
 an SVG of tokens per second by streams, of the first case.
 """
 
@@ -36,6 +36,12 @@ PROMPTS = [
     "Once upon a time, there was a little dog", "Lily and her mom went to", "One day, a boy named Tim found",
     "The big red bird wanted to", "In a small house there lived", "Sara had a toy car that", "It was a sunny day and",
     "Ben saw a frog near the",
+]  # fmt: skip
+QUESTIONS = [
+    "Explain how a bicycle stays upright.", "Write a short poem about the sea.", "What is the difference between TCP and UDP?",
+    "How do bees make honey?", "Tell me about the history of Rome.", "Why is the sky blue?", "What should I cook with lentils?",
+    "Describe a quiet winter morning.", "How does a compiler work?", "What is inflation?", "Give advice for a job interview.",
+    "How do airplanes fly?",
 ]  # fmt: skip
 STORY = (
     "Tom lived in a small house by the river. Every morning Tom walked to the bakery and bought a loaf of bread. One day Tom found a "
@@ -110,6 +116,9 @@ def bodies_of(case: str, streams: int, tokens: int, plain: Server) -> list[dict[
 
 def measure(case: str, streams: int, options: argparse.Namespace, plain: Server, drafting: Server) -> dict[str, Any]:
     bodies = bodies_of(case, streams, options.tokens, plain)
+    for number in range(options.chats):
+        asked = {"role": "user", "content": QUESTIONS[number % len(QUESTIONS)]}
+        asyncio.run(run(drafting.url, [{"max_tokens": options.tokens, "temperature": 0.0, "messages": [asked]}]))
     asyncio.run(run(plain.url, bodies)), asyncio.run(run(drafting.url, bodies))
     before, ratios, rates = counters(drafting), [], []
     for _ in range(options.repeats):
@@ -179,6 +188,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--drafts", type=int)
+    parser.add_argument("--chats", type=int, default=0)
     parser.add_argument("--drafter", type=Path, default=DRAFTER)
     parser.add_argument("--options", default="", help='such as "--dtype float32 --data-parallel-size 1"')
     parser.add_argument("--picture", type=Path)

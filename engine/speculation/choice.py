@@ -3,55 +3,56 @@ the gate (engine/speculation/gate.py)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from engine.speculation.meter import StepMeter
 from engine.speculation.speculation import Speculation
 from engine.speculation.times import MARGIN, expected_tokens
-from engine.speculation.trials import AGAIN, AHEAD, FIRST, NEAR, TRIAL, TRIALS, TURN, Trials
+from engine.speculation.trials import AGAIN, AHEAD, FIRST, NEAR, TRIAL, TRIALS, Trials
 
 
 class Choice:
-    """part: of the sequences, that have drafts where they may; all, where the model drafts."""
+    """Of one rank, where a model drafts; engine/speculation/looked_up.py: where drafts are looked up."""
 
     def __init__(self, speculation: Speculation, meter: StepMeter) -> None:
         self._speculation, self._meter = speculation, meter
-        self.part = 1.0
-
-    def length(self, num: int, depth: int) -> int:
-        """Steps of a trial with so many drafts. One has more drafts than another where they are looked up."""
-        usual = self._meter.times.usual(num, depth)
-        measured = usual is not None and usual.measured
-        if self._speculation.models:
-            return TRIAL if measured else FIRST
-        return TURN * (4 if measured else 2)
 
     def most_of(self, num: int) -> int:
         return min(self._speculation.max_drafts, max(1, self._speculation.max_in_step // num))
 
-    def rates(self, num: int) -> dict[int, float]:
+    def length(self, num: int, depth: int) -> int:
+        """Steps of a trial with so many drafts."""
+        usual = self._meter.times.usual(num, depth)
+        return TRIAL if usual is not None and usual.measured else FIRST
+
+    def rates(self, num: int, one: Trials | None = None) -> dict[int, float]:
         """Tokens per second by the number of drafts, as far as they are known."""
         drafts = self._speculation
         usual = drafts.usual_output
-        prompts = self._meter.costs.of_request / usual if usual and drafts.models else 0.0  # seconds per token
+        prompts = self._meter.costs.of_request / usual if usual else 0.0  # seconds per token
         found: dict[int, float] = {}
         for depth in range(self.most_of(num) + 1):
             step = self._meter.times.usual(num, depth)
             if step is not None:
-                rate = num * (expected_tokens(drafts.acceptance, depth) if drafts.models else 1.0) / step.value
+                rate = num * self.tokens(depth) / step.value
                 found[depth] = rate / (1 + rate * prompts) if depth else rate
         return found
 
     def tokens(self, depth: int) -> float:
         """That a step with so many drafts probably brings to a sequence."""
-        return 1.0 + self.part * (expected_tokens(self._speculation.acceptance, depth) - 1.0)
+        return expected_tokens(self._speculation.acceptance, depth)
 
-    def to_try(self, one: Trials, num: int, rates: dict[int, float], best: int, after: float) -> int | None:
-        """So many drafts are to be measured now; None: nothing is. None at all last: requests lose the thread by it,
-        where the model drafts."""
-        models, best_rate = self._speculation.models, rates.get(best, 0.0)
-        if not models:  # as many as are made at first; then none, which only costs what the drafts would have brought
-            for depth in (self.most_of(num), 0):
-                if depth not in rates and one.tried.get(depth, 0) < TRIALS:
-                    return depth
+    def measured(self, one: Trials, depth: int) -> None:
+        """So many drafts are, until now."""
+
+    def promises(self, one: Trials, num: int, rates: Mapping[int, float], best: int) -> int | None:
+        """So many drafts are not the best by what was measured, would be by what is found now, and are to be measured
+        at once; None: none."""
+        return None
+
+    def to_try(self, one: Trials, num: int, rates: Mapping[int, float], best: int, after: float) -> int | None:
+        """So many drafts are to be measured now; None: nothing is. None at all last: requests lose the thread by it."""
+        best_rate = rates.get(best, 0.0)
         better = best_rate * (1 + MARGIN) if best == 0 else best_rate
         most = float("inf")  # sequences times steps per second: one with more drafts takes at least as long
         for depth in range(self.most_of(num) + 1):
@@ -75,8 +76,12 @@ class Choice:
         order = {depth: -rates[depth] if nearest else -depth for depth in others}
         depth = min(others, key=lambda depth: (one.tried_at.get(depth, -1), far[depth], order[depth]))
         tokens = self.length(num, depth) * num * self.tokens(depth)
-        if not depth and models:
+        if not depth:
             tokens = max(tokens, num * self._speculation.usual_output)
-        loss = min(1 / rates[depth], 2.5 / rates[best]) - 1 / rates[best]  # what seems to be worse may not be so
-        ahead = 0.0 if far[depth] else AHEAD * num * self.tokens(best) / rates[best]
-        return depth if self._meter.costs.may_cost(tokens * loss, ahead) else None
+        ahead = 0.0 if far[depth] else AHEAD * num * self.tokens(best) / best_rate
+        return depth if self._meter.costs.may_cost(tokens * loss_of(rates, depth, best), ahead) else None
+
+
+def loss_of(rates: Mapping[int, float], depth: int, best: int) -> float:
+    """Seconds by which a token probably takes longer with so many drafts: what seems to be worse may not be so."""
+    return min(1 / rates[depth], 2.5 / rates[best]) - 1 / rates[best]

@@ -5,8 +5,9 @@ rank was ready: only how they compare counts, as what is chosen is measured at o
 changed by as much. What is not chosen is measured in turn by a few steps with it (a *trial*), as soon as all trials
 together cost no more than a hundredth of the time. A trial costs what its steps took longer than the best number would
 have for as many tokens. Where the model drafts, one without drafts lasts until its requests end, since they lose the
-thread by it, and is charged to that end; where drafts are looked up, trials alternate with what was chosen. A number of
-drafts that practice could not measure, and that might be the best, is tried at once.
+thread by it, and is charged to that end. A number of drafts that practice could not measure, and that might be the
+best, is tried at once. Where drafts are looked up (engine/speculation/looked_up.py), trials alternate with what was
+chosen, and begin at once where texts have become such that another number would be the best.
 
 What decodes gain has to pay for what prompts lose: of a model that drafts the passes over prompts are measured too, and
 divided among the tokens that requests usually have.
@@ -29,19 +30,30 @@ from time import perf_counter
 from engine.agreement import StepPlan
 from engine.hooks import Lesson, StepCompanion, StepHook
 from engine.schedule import Schedule
-from engine.speculation.choice import Choice
 from engine.speculation.costs import Costs
+from engine.speculation.looked_up import choice_of
 from engine.speculation.meter import MeteredStep, StepMeter
 from engine.speculation.speculation import Speculation
 from engine.speculation.times import MARGIN, SETTLED, StepTimes, best_of, size_of
-from engine.speculation.trials import AGAIN, FIRST, PROOF, TRIAL, TURN, Trials
+from engine.speculation.trials import (
+    AGAIN,
+    FIRST,
+    LONG_HELD,
+    LOOK,
+    LOOKED_UP_HELD,
+    NONE_HELD,
+    PROMISE,
+    PROOF,
+    TRIAL,
+    TURN,
+    Trials,
+)
 from ep.recorder import Kind
 
 PRACTISED = (1, 32, 8)  # requests at a time; what steps of other numbers take follows from these
 PRACTICE, PRACTICE_OF_MANY = 12, SETTLED + 3  # steps of so many drafts, of one request and more: the first is captured
 PRACTICE_SECONDS = 1.5  # for all of them
 KEPT = 4096  # steps after which times are written
-RECENT_PART = 0.05  # of a step
 
 
 class Gate(StepCompanion):
@@ -61,7 +73,7 @@ class Gate(StepCompanion):
         times = StepTimes.read(file) if file is not None else None
         self.meter = StepMeter(times or StepTimes(), clock)
         self.times.paired = not speculation.models
-        self._speculation, self._choice = speculation, Choice(speculation, self.meter)
+        self._speculation, self._choice = speculation, choice_of(speculation, self.meter)
         self._adaptive = adaptive
         self._most_sequences = most_sequences  # of a rank
         self._leads, self._file = leads, file if leads else None
@@ -77,8 +89,9 @@ class Gate(StepCompanion):
         self._verifying = (0, False)  # whether the next step is one of a trial, and of this rank's
         self._lately = deque[int]([], AGAIN)  # sequences of steps that decode, as sizes
         self._schedule = Schedule(-1)  # the last one that was proposed
-        self._still: Trials | None = None  # nothing but decodes without drafts lately, of its size, and words as these:
-        self._words: tuple[int, ...] = ()
+        self._words: tuple[int, ...] = ()  # of the last step
+        self._like = Schedule(-1)  # steps as this one, nothing but decodes without drafts, have the same words:
+        self._left = self._past = 0  # so many more of them, and those that are not counted yet
         self._said: tuple[Sequence[Sequence[int]], tuple[int, ...]] | None = None  # by all ranks, of such a step
         self._best_rate = 0.0  # of what was last chosen; 0: not known
         self._lesson = (0, 0)  # drafts to practise, steps that are left
@@ -135,11 +148,16 @@ class Gate(StepCompanion):
         """The words: drafts to verify in the next step, drafts to make in this one, one and the sequences, whether the
         step is one of a trial (1) and is not measured (2), and whether it has nothing but decodes. A rank that
         practises something else says zeros, and would make no drafts."""
-        self._schedule, num = schedule, len(schedule.rows)
-        if self._goes_on_so(schedule):
-            return self._words
+        self._schedule, like = schedule, self._like
+        if self._left and schedule.counts == like.counts and not schedule.new_rows:
+            same = bool(schedule.warm) is bool(like.warm)
+            self._left -= same
+            self._past += same
+            if same:
+                return self._words
+        self._catch_up()
+        num = len(schedule.rows)
         decodes = schedule.num_tokens == num + schedule.num_drafts
-        self._still = None
         if self.practises:
             self._want(self._lesson[0], False)
         elif self._adaptive and num and self._speculation.busy:
@@ -156,27 +174,35 @@ class Gate(StepCompanion):
                 num = max(num, max(set(self._lately), key=self._lately.count, default=0))
                 self._begin(self._trials_of(num), num)
             if decodes and not (self._trial or schedule.drafts or any(self._wanted)):
-                self._still = one
+                self._go_on_so(schedule, one)
         self._words = (*self._wanted, 1 + len(schedule.rows), self._trial, decodes)
         return self._words
 
-    def _goes_on_so(self, schedule: Schedule) -> bool:
-        """The step is like the last one, nothing but decodes without drafts, and what was chosen still stays."""
-        one, num = self._still, len(schedule.rows)
-        if one is None or self._words[2] != 1 + num or schedule.new_rows or schedule.num_tokens != num:
-            return False
-        if not schedule.warm or any(schedule.warm):
-            if one.chosen != 0 or one.held <= 1 or one.trial[1]:
-                return False
-            self._lately.append(size_of(num))
-        one.tick()
-        return True
+    def _go_on_so(self, schedule: Schedule, one: Trials) -> None:
+        """As long as what was chosen stays, and nothing is to be looked up."""
+        if not schedule.warm:
+            self._left = max(0, one.held - 1) if one.chosen == 0 and not one.trial[1] else 0
+        else:  # none can have any until others begin, or some can
+            self._left = 0 if any(schedule.warm) else LONG_HELD
+        if self._speculation.looks is not None:
+            self._left = max(0, min(self._left, one.look_at - 1 - one.steps))
+        self._like = schedule
+
+    def _catch_up(self) -> None:
+        """What follows is not like the steps before."""
+        if self._past:
+            one, num = self._trials_of(len(self._like.rows)), len(self._like.rows)
+            one.tick(self._past)
+            if not self._like.warm:
+                self._lately.extend([size_of(num)] * self._past)
+        self._left = self._past = 0
 
     def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook | None:
         like = (said, plan.num_tokens) == self._said and not self._schedule.new_rows
         if like and self.meter.goes_on(plan.step, self.meter.last.num):
             return None
         self._said = None
+        self._catch_up()
         models = self._speculation.models
         if not self._most or not (models or self._speculation.busy):
             return None
@@ -201,9 +227,6 @@ class Gate(StepCompanion):
         self._hear(step)
         begin = bool(self._schedule.new_rows) or not (self._schedule.rows or decodes)  # here or on another rank
         self.meter.begins(step, begin, self._best_rate if self._charged else 0.0, *self._brought(self.meter.last))
-        if depth and not models and self._schedule.rows:
-            part = sum(map(bool, self._schedule.drafts)) / len(self._schedule.rows)
-            self._choice.part += RECENT_PART * (part - self._choice.part)
         return _Drafting(self, step) if models and depth else None
 
     def close(self) -> None:
@@ -238,11 +261,20 @@ class Gate(StepCompanion):
 
     def _begin(self, one: Trials, num: int) -> None:
         """A step with prompts: what is best for so many sequences, if anything is known, not what smaller steps want;
-        or the beginning of a trial, which then needs no graphs of steps between two numbers."""
-        one.prompted, models = one.steps, self._speculation.models
+        or the beginning of a trial, which then needs no graphs of steps between two numbers. Where drafts are looked up
+        nothing begins with it."""
+        one.prompted = one.steps
+        if self._speculation.models:
+            self._compare(one, num)
+        if one.trial[1] and (self._speculation.models or one.chosen is None):
+            self._want(one.trial[0], True, True)
+        elif one.chosen is not None:
+            self._want(one.chosen, False)
+
+    def _compare(self, one: Trials, num: int) -> None:
         self._learn(one, num)
         rates = self._choice.rates(num)
-        if models and one.trial[1] and one.since >= FIRST:
+        if one.trial[1] and one.since >= FIRST:
             one.end(PROOF)  # it was long enough
         compares = not one.trial[1] and not one.proving
         if compares:
@@ -250,30 +282,29 @@ class Gate(StepCompanion):
         if compares and 0 in rates:  # while requests have lost the thread nothing else chooses
             best = best_of(rates)
             self._take(one, num, best, rates)
-            if models and one.since >= AGAIN:
+            if one.since >= AGAIN:
                 self._try(one, num, rates, best, AGAIN)
         self._needless = one.trial[1] > 0 and not one.chosen
-        if one.trial[1] and (models or one.chosen is None):
-            self._want(one.trial[0], True, True)
-        elif one.chosen is not None:
-            self._want(one.chosen, False)
 
     def _choose(self, one: Trials, num: int, warm: bool) -> None:
         """warm: all of them may have drafts. Others are not measured."""
         one.tick()
         models = self._speculation.models
         self._without = self._without and not warm
+        if one.alternates and not one.steps % LOOK and self._promises(one, num):
+            one.end(0)
         if one.trial[1] and warm:
             self._want(*one.go_on())
             if not one.trial[1]:
                 one.end(PROOF if models else 0)
+                self._choice.measured(one, one.trial[0])
             return
-        if one.held > 0 and one.chosen is not None:
+        if one.held > 0 and one.chosen is not None and not self._look(one, num):
             self._want(one.chosen, self._without)
             return
         self._learn(one, num)
         one.proves = None
-        rates = self._choice.rates(num)
+        rates = self._choice.rates(num, one)
         best = best_of(rates)
         if one.chosen in rates and rates[best] < rates[one.chosen] * (1 + MARGIN):
             best = one.chosen  # until prompts come: steps between two numbers have graphs of their own
@@ -286,25 +317,42 @@ class Gate(StepCompanion):
             self._take(one, num, best, rates)
             self._want(best, self._without)
 
+    def _promises(self, one: Trials, num: int) -> bool:
+        return one.chosen is not None and self._choice.promises(one, num, one.rates, one.chosen) is not None
+
+    def _look(self, one: Trials, num: int) -> bool:
+        """While no drafts are wanted: whether some would be the best by what is looked up now."""
+        if self._speculation.looks is None or one.chosen or one.steps < one.look_at:
+            return False
+        began = self.meter.clock()
+        self._speculation.look()
+        one.looks(self.meter.clock() - began, num)
+        return self._promises(one, num)
+
     def _learn(self, one: Trials, num: int) -> None:
         """What was measured until now."""
+        self.meter.count()
         self.times.keep_pace(num, one.proves)
         if self.meter.num_new >= KEPT:
             self.close()
 
     def _take(self, one: Trials, num: int, best: int, rates: Mapping[int, float]) -> None:
-        one.choose(best)
+        most_held = LONG_HELD if self._speculation.models else LOOKED_UP_HELD if best else NONE_HELD
+        one.choose(best, rates, most_held)
+        self._choice.measured(one, best)
         self._best_rate = rates[best]
         self.times.serves(num, best)
 
     def _try(self, one: Trials, num: int, rates: dict[int, float], best: int, after: float) -> bool:
         """Whether a trial begins. after: so many steps since the last one, where all are known."""
-        tried = self._choice.to_try(one, num, rates, best, after)
+        promised = self._choice.promises(one, num, rates, best)
+        tried = self._choice.to_try(one, num, rates, best, after) if promised is None else promised
         if tried is None:
             return False
         usual = self.times.usual(num, tried)
-        alternates = not self._speculation.models and one.chosen is not None
-        one.begin(tried, (1 + alternates) * self._choice.length(num, tried), usual, alternates)
+        alternates = not self._speculation.models and one.chosen is not None and promised is None
+        steps = PROMISE if promised is not None else (1 + alternates) * self._choice.length(num, tried)
+        one.begin(tried, steps, usual, alternates, promised is not None)
         if alternates:
             self.times.renew(num)
         self._without, self._charged, self._best_rate = not tried, usual is not None, rates.get(best, 0.0)

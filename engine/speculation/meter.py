@@ -10,7 +10,7 @@ from engine.speculation.costs import Costs
 from engine.speculation.times import StepTimes
 
 LONGEST_GAP = 0.5  # seconds between two steps that follow each other
-TOGETHER = 8  # steps without drafts are one sample, at most: the longer a text is the longer they take
+TOGETHER = 16  # steps without drafts are one sample, at most: the longer a text is the longer they take
 
 
 class MeteredStep(NamedTuple):
@@ -47,10 +47,10 @@ class StepMeter:
             return False
         self._began.append(self.clock())
         if len(self._began) > TOGETHER:
-            self._count()
+            self.count()
         return True
 
-    def _count(self) -> None:
+    def count(self) -> None:
         """All steps that are over."""
         began, last = self._began, self.last
         num = len(began) - 1
@@ -69,7 +69,7 @@ class StepMeter:
         """A step begins, and so the one before it is over. requests_begin: with the step. best_rate: tokens per second
         that this rank expects of what is best, if the trial under way is one that is charged; else 0. tokens: that this
         rank's step before has brought. each: by which its time is divided, to be compared with other numbers."""
-        self._count()
+        self.count()
         now, last, (began,) = self.clock(), self.last, self._began
         self.last, self._began = step, [now]
         if last.step + 1 != step.step or not last.num or now - began >= LONGEST_GAP or requests_begin:

@@ -9,6 +9,7 @@ from cache.manager import CacheManager
 from engine.request import Request, Status
 from engine.schedule import Schedule
 from engine.speculation.drafter import Drafter
+from engine.speculation.looks import Looks, is_answering
 from engine.speculation.model_drafts import ModelDrafts
 from engine.speculation.prediction import PredictionDrafter
 
@@ -50,7 +51,8 @@ class Speculation:
         self._predictions = PredictionDrafter()
         self._model = drafter if isinstance(drafter, ModelDrafts) else None
         self.models = self._model is not None  # the model drafts
-        self._open: set[int] = set()  # requests that may have drafts
+        self.looks = None if self.models else Looks(max_drafts)
+        self._open: dict[int, Request] = {}  # requests that may have drafts
         self._cold: set[int] = set()
         self._warm_blocks: set[int] = set()
         self._sources: dict[int, Drafter] = {}  # of the drafts under way
@@ -97,7 +99,7 @@ class Speculation:
             return False
         params = request.message.params
         if self._drafter is not None or params.prediction_token_ids:
-            self._open.add(request.request_id)
+            self._open[request.request_id] = request
             return True
         return self._forced and params.grammar is not None
 
@@ -121,15 +123,32 @@ class Speculation:
         limit = min(limit, self.depth)
         if limit <= 0:
             return []
+        looks = self.looks if self.looks is not None and self.looks.over(request) else None
+        source, found = self._look_up(request, limit if looks is None else self.max_drafts)
+        if looks is not None:
+            looks.begin(request, found)
+        drafts = found[:limit]
+        if drafts and request.guide is not None:
+            drafts = drafts[: request.guide.num_valid(drafts)]
+        if drafts and source is not None:
+            self._sources[request.request_id] = source
+        return drafts
+
+    def _look_up(self, request: Request, limit: int) -> tuple[Drafter | None, list[int]]:
         for source in (self._predictions, self._drafter):
-            drafts = [] if source is None else source.propose(request, limit)[:limit]
-            if drafts and request.guide is not None:
-                drafts = drafts[: request.guide.num_valid(drafts)]
-            if drafts:
-                assert source is not None
-                self._sources[request.request_id] = source
-                return drafts
-        return []
+            found = [] if source is None else source.propose(request, limit)[:limit]
+            if found:
+                return source, found
+        return None, []
+
+    def look(self) -> None:
+        """What would be right of drafts, while none are wanted."""
+        looks = self.looks
+        if looks is None:
+            return
+        for request in self._open.values():
+            if is_answering(request) and looks.over(request):
+                looks.begin(request, self._look_up(request, self.max_drafts)[1])
 
     def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """So many of the request's drafts have come back, and so many were right."""
@@ -201,9 +220,11 @@ class Speculation:
         tokens = len(request.tokens) - request.prompt_len
         if tokens > 0:
             self.usual_output += (RECENT_REQUEST if self.usual_output else 1.0) * (tokens - self.usual_output)
-        self._open.discard(request.request_id)
+        self._open.pop(request.request_id, None)
         self._cold.discard(request.request_id)
         self._sources.pop(request.request_id, None)
         self._predictions.forget(request)
+        if self.looks is not None:
+            self.looks.forget(request)
         if self._drafter is not None:
             self._drafter.forget(request)

@@ -6,14 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from cache.manager import Holding
 from engine.agreement import StepPlan
+from engine.request import Request
 from engine.schedule import NewRow, Schedule
 from engine.speculation.gate import Gate
 from engine.speculation.model_drafts import ModelDrafts
 from engine.speculation.speculation import Speculation
 from engine.speculation.times import StepTimes, Usual, expected_tokens
 from ep.recorder import Kind
-from front.messages import SamplingParams
+from front.messages import AddRequest, SamplingParams
+
+
+def waiting(speculation: Speculation) -> None:
+    """A request that may have drafts."""
+    message = AddRequest(request_id=1, token_ids=[1, 2], prompt_len=2, params=SamplingParams(max_tokens=9), seed=0)
+    speculation.takes(Request(message, (0.0,), 64, Holding()))
 
 
 def measured(seconds: float) -> Usual:
@@ -40,7 +48,7 @@ def practised(num: int, seconds: list[float]) -> StepTimes:
 def gate_of(times: StepTimes, acceptance: list[float]) -> Gate:
     speculation = Speculation(ModelDrafts(), len(acceptance), 64)
     speculation._acceptance = acceptance
-    speculation._open.add(1)
+    waiting(speculation)
     gate = Gate(speculation, adaptive=True)
     gate.meter.times = times
     return gate

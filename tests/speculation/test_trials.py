@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 from amounts import examples
-from gate_steps import Paces, Steps, decodes, filled, gate_of, practised
+from gate_steps import Paces, Steps, decodes, filled, gate_of, practised, waiting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -186,7 +186,7 @@ def test_the_trials_of_two_ranks_are_those_of_one() -> None:
 def test_trials_are_those_of_all(drafter: Drafter) -> None:
     """Of a rank without requests, too. Drafts that the model does not make are verified in the step behind."""
     speculation = Speculation(drafter, 2, 64)
-    speculation._open.add(1)
+    waiting(speculation)
     gate, models = Gate(speculation, adaptive=True), speculation.models
     for step in range(2):
         words = gate.propose(Schedule(step))
@@ -204,10 +204,11 @@ def test_trials_are_those_of_all(drafter: Drafter) -> None:
 def test_where_only_some_requests_have_drafts(
     acceptance: list[float], draft: float, num: int, part: float, seed: int
 ) -> None:
-    """As when drafts are looked up. draft: what one more takes, of a step of that many without."""
+    """As when drafts are looked up, and nothing tells before they are verified what they bring: what is better by little
+    is found late. draft: what one more takes, of a step of that many without."""
     speculation = Speculation(NgramDrafter(2, 3), len(acceptance), 64)
     speculation._acceptance = acceptance
-    speculation._open.add(1)
+    waiting(speculation)
     gate, random, rows, at = Gate(speculation, adaptive=True, clock=lambda: at), Random(seed), list(range(num)), 0.0
 
     def go(count: int) -> float:
@@ -233,4 +234,4 @@ def test_where_only_some_requests_have_drafts(
         100 * num * (1 + part * (expected_tokens(acceptance, depth) - 1)) / (1 + draft * part * depth)
         for depth in range(1 + len(acceptance))
     ]
-    assert go(4000) > 0.95 * max(fixed[0], max(fixed) / (1 + MARGIN))
+    assert go(4000) > 0.98 * fixed[0] and go(4000) > 0.9 * max(fixed) / (1 + MARGIN)

@@ -12,6 +12,8 @@ from engine.speculation.speculation import Speculation
 from engine.speculation.trials import AGAIN, AHEAD, NEAR, PROMISE, TRIALS, TURN, Trials
 
 CHANGED = 1.1  # times as many tokens: by less, what is looked up has not become better or worse
+STALE = 256  # steps, after which none at all is measured again
+LONG_SINCE = 64  # steps, after which it may
 UNPROMISED = 4.0  # times what it costs a trial has to be paid for, if nothing promises that it changes anything
 
 
@@ -44,14 +46,17 @@ class LookedUp(Choice):
         one.looked[depth] = self.tokens(depth)
 
     def promises(self, one: Trials, num: int, rates: Mapping[int, float], best: int) -> int | None:
-        found, most = None, CHANGED * rates.get(best, 0.0)
-        if one.since < PROMISE or not most:
+        """Not again soon, if it was measured and looks tell the same as then."""
+        if one.since < PROMISE or best not in rates or 0 not in rates or self._none_is_due(one, num, rates, best):
             return None
-        for depth, before in one.looked.items():
-            if depth in rates and depth != best and (now := self.tokens(depth)) > CHANGED * before:
-                promised = rates[depth] * now / before
-                if promised > most:
-                    found, most = depth, promised
+        found, most = None, CHANGED
+        for depth in range(1, self.most_of(num) + 1):
+            tokens, since = self.tokens(depth), one.steps - one.tried_at.get(depth, one.steps)
+            if depth == best or (tokens <= CHANGED * one.looked.get(depth, 0.0) and since < LONG_SINCE):
+                continue
+            better = self._better(num, depth, best)
+            if better > most:
+                found, most = depth, better
         ahead = AHEAD * num * self.tokens(best) / rates[best]
         return found if found is None or self._meter.costs.may_cost(0.0, ahead) else None
 
@@ -63,28 +68,44 @@ class LookedUp(Choice):
                 return depth
         if 0 not in rates:
             return None
-        unknown = {depth: self._expected(num, depth) for depth in range(1, most) if depth not in rates}
-        depth = max(unknown, key=unknown.__getitem__, default=0)
-        if depth and unknown[depth] > CHANGED * best_rate and one.tried.get(depth, 0) < TRIALS:
-            return depth
+        if one.since >= PROMISE and self._none_is_due(one, num, rates, best):
+            return 0
         if one.since < after:
             return None
-        if one.doubted and best and NEAR * rates[0] > best_rate:
+        if one.doubted and best and self._better(num, best, 0) < NEAR:
             return 0
         enough = CHANGED * best_rate / rates[0]  # tokens of a step: with drafts it takes at least as long as without
-        others = [depth for depth in rates if depth != best and (not depth or self.tokens(depth) > enough)]
-        if not others:
-            return None
-        depth = min(others, key=lambda depth: (one.tried_at.get(depth, -1), -rates[depth]))
-        seconds = self.length(num, depth) * num * self.tokens(depth) * loss_of(rates, depth, best)
-        return depth if self._meter.costs.may_cost(UNPROMISED * seconds, 0.0) else None
+        others = [
+            depth
+            for depth in rates
+            if depth != best
+            and (not depth or self.tokens(depth) > enough)
+            and self._meter.costs.may_cost(UNPROMISED * self._cost(num, rates, depth, best), 0.0)
+        ]
+        return min(others, key=lambda depth: (one.tried_at.get(depth, -1), -rates[depth]), default=None)
 
-    def _expected(self, num: int, depth: int) -> float:
-        """Tokens per second, if each draft makes a step longer by as much as another."""
-        none, most = self._meter.times.usual(num, 0), self._meter.times.usual(num, self.most_of(num))
+    def _none_is_due(self, one: Trials, num: int, rates: Mapping[int, float], best: int) -> bool:
+        """What is compared with it is measured all the time, and the pace of the machine changes."""
+        due = best > 0 and one.steps - one.none_at >= STALE
+        return due and self._meter.costs.may_cost(self._cost(num, rates, 0, best), 0.0)
+
+    def _cost(self, num: int, rates: Mapping[int, float], depth: int, best: int) -> float:
+        """Seconds that a trial probably loses."""
+        return self.length(num, depth) * num * self.tokens(depth) * loss_of(rates, depth, best)
+
+    def _better(self, num: int, depth: int, than: int) -> float:
+        """Times as many tokens per second with so many drafts than with another number, by what looks tell now."""
+        seconds = self._seconds(num, than) / self._seconds(num, depth)
+        return seconds * self.tokens(depth) / self.tokens(than)
+
+    def _seconds(self, num: int, depth: int) -> float:
+        """Of a step, where it was not measured as if each draft made it longer by as much as another."""
+        usual = [self._meter.times.usual(num, which) for which in (depth, 0, self.most_of(num))]
+        exact, none, most = (None if one is None else one.pace for one in usual)
         assert none is not None
-        more = 0.0 if most is None else max(0.0, most.pace - none.pace) / self.most_of(num)
-        return num * self.tokens(depth) / (none.pace + depth * more)
+        if exact is not None or most is None:
+            return max(none, exact or 0.0)
+        return none + max(0.0, most - none) * depth / self.most_of(num)
 
 
 def choice_of(speculation: Speculation, meter: StepMeter) -> Choice:

@@ -180,12 +180,12 @@ class StepTimes:
         longer, what was measured of others is taken to have, so that they are compared as they were then. What only
         practice has found may also have become longer by no more than as many seconds: half of either, as what is taken
         to be too short is measured soon, and what is taken to be too long is not. What turns out to take another time
-        than in practice or a trial says nothing of others that were measured. but: what was measured between those that
-        count."""
+        than in practice or a trial says nothing of others that were measured, and nor do steps with drafts that are
+        looked up, as few or many are found. but: what was measured between those that count."""
         size = size_of(num_sequences)
         pace = self._paces.get(size)
         usual = None if pace is None else self.usual(size, pace.depth)
-        if pace is None or usual is None:
+        if pace is None or usual is None or (self.paired and pace.depth):
             return
         now = usual.pace
         if abs(now - pace.seconds) <= EXACT * pace.seconds and pace.served == usual.served:

@@ -27,7 +27,8 @@ class Trials:
     compared; since: steps since it began; chosen: None: nothing yet; held: steps for which it stays; rates: tokens per
     second, when it was chosen; doubted: none at all was chosen before, and not measured since; prompted: in which step
     prompts came last. Where drafts are looked up, looked: tokens that so many were to bring to a sequence when they
-    were last measured; look_at: in which step it is seen next what they would bring."""
+    were last measured; look_at: in which step it is seen next what they would bring; none_at: in which one none at all
+    was measured last."""
 
     def __init__(self) -> None:
         self.rates: Mapping[int, float] = {}
@@ -37,7 +38,7 @@ class Trials:
         self.trial = (0, 0)
         self.chosen: int | None = None
         self.proves: int | None = None
-        self.steps = self.held = self.since = self.prompted = self.look_at = 0
+        self.steps = self.held = self.since = self.prompted = self.look_at = self.none_at = 0
         self._hold = HELD
         self.doubted = self._paired = False
 
@@ -64,6 +65,7 @@ class Trials:
     def choose(self, depth: int, rates: Mapping[int, float], most_held: int = LONG_HELD) -> None:
         """So many drafts, for a while, as these are the rates of all."""
         self.rates = rates
+        self.none_at = self.none_at if depth else self.steps
         self.doubted = (self.doubted or self.chosen == 0) and depth > 0
         self._hold = min(2 * self._hold, most_held) if depth == self.chosen else HELD
         self.chosen, self.held = depth, self._hold
@@ -92,5 +94,6 @@ class Trials:
             usual.again(paired and depth > 0)  # none is what is taken unless another is certain to be better
         self.tried[depth] = self.tried.get(depth, 0) + 1
         self.tried_at[depth] = self.steps
+        self.none_at = self.none_at if depth else self.steps
         self.doubted, self._paired = self.doubted and depth > 0, paired
         self.trial, self.since = (depth, steps - 1), 0

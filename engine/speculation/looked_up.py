@@ -12,8 +12,8 @@ from engine.speculation.speculation import Speculation
 from engine.speculation.trials import AGAIN, AHEAD, NEAR, PROMISE, TRIALS, TURN, Trials
 
 CHANGED = 1.1  # times as many tokens: by less, what is looked up has not become better or worse
-STALE = 256  # steps, after which none at all is measured again
-LONG_SINCE = 64  # steps, after which it may
+LONG_SINCE = 64  # steps since a number was measured, after which it may promise the same again
+STALE = 256  # steps since none at all was measured, after which it is again
 UNPROMISED = 4.0  # times what it costs a trial has to be paid for, if nothing promises that it changes anything
 
 

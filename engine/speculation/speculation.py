@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cache.manager import CacheManager
@@ -124,22 +124,24 @@ class Speculation:
         if limit <= 0:
             return []
         looks = self.looks if self.looks is not None and self.looks.over(request) else None
-        source, found = self._look_up(request, limit if looks is None else self.max_drafts)
+        first: list[int] = []
+        drafts: list[int] = []
+        for source, found in self._look_up(request, limit if looks is None else self.max_drafts):
+            first, drafts = first or found, found[:limit]
+            if request.guide is not None:
+                drafts = drafts[: request.guide.num_valid(drafts)]
+            if drafts:
+                self._sources[request.request_id] = source
+                break
         if looks is not None:
-            looks.begin(request, found)
-        drafts = found[:limit]
-        if drafts and request.guide is not None:
-            drafts = drafts[: request.guide.num_valid(drafts)]
-        if drafts and source is not None:
-            self._sources[request.request_id] = source
+            looks.begin(request, first)
         return drafts
 
-    def _look_up(self, request: Request, limit: int) -> tuple[Drafter | None, list[int]]:
+    def _look_up(self, request: Request, limit: int) -> Iterator[tuple[Drafter, list[int]]]:
+        """What is found, first the prediction's."""
         for source in (self._predictions, self._drafter):
-            found = [] if source is None else source.propose(request, limit)[:limit]
-            if found:
-                return source, found
-        return None, []
+            if source is not None and (found := source.propose(request, limit)[:limit]):
+                yield source, found
 
     def look(self) -> None:
         """What would be right of drafts, while none are wanted."""
@@ -148,7 +150,7 @@ class Speculation:
             return
         for request in self._open.values():
             if is_answering(request) and looks.over(request):
-                looks.begin(request, self._look_up(request, self.max_drafts)[1])
+                looks.begin(request, next((found for _, found in self._look_up(request, self.max_drafts)), []))
 
     def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """So many of the request's drafts have come back, and so many were right."""

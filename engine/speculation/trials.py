@@ -62,7 +62,7 @@ class Trials:
         step = num / self.rates[0] if 0 in self.rates else 0.0
         self.look_at = self.steps + (min(max(LOOK, int(seconds / (LOOKS * step))), NONE_HELD) if step else LOOK)
 
-    def choose(self, depth: int, rates: Mapping[int, float], most_held: int = LONG_HELD) -> None:
+    def choose(self, depth: int, rates: Mapping[int, float], most_held: int) -> None:
         """So many drafts, for a while, as these are the rates of all."""
         self.rates = rates
         self.none_at = self.none_at if depth else self.steps

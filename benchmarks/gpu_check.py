@@ -1,7 +1,7 @@
 """Everything that a GPU machine allows, in one command: `python3 benchmarks/gpu_check.py --out DIR [--seconds 540]`.
 
-Any Python that has torch and numpy runs it, from a copy of the repository, without installing anything: parts that want more say
-what is missing. Parts run one after another, the most telling first, each in a process of its own with a time limit: one that
+Any Python that has torch, numpy and msgspec runs it, from a copy of the repository: parts that want more say what is missing
+(docs/gpu.md: how to bring it). Parts run one after another, the most telling first, each in a process of its own with a time limit: one that
 crashes or takes too long is a row, not the end. Beside them, on the other cores, the Triton kernels that they will launch are compiled
 (gpu_compile.py). Nothing is fetched; DeepGEMM, FlashInfer and NVSHMEM are used where they can be imported. A table is printed at the
 end. In DIR: gpu_check.jsonl, a line as soon as a row is known; gpu_check.txt, the whole table; gpu_check.log, what the parts said besides;
@@ -38,8 +38,8 @@ START_SECONDS = 60.0  # for a part's process to import torch, from a disk that n
 LEAST_SECONDS = 8.0  # with less left a part is not begun
 LAST_SECONDS = 2 * JOIN_SECONDS + 1.0  # of the whole: for processes to end, and for the table
 ROOM = 10_000  # characters of the printed table: whoever runs this elsewhere may see no more than the end of the output
-NEEDED = ("torch", "numpy")
-WANTED = ("triton", "safetensors", "msgspec", "zmq", "tokenizers", "jinja2", "pytest", "hypothesis", "transformers")
+NEEDED = ("torch", "numpy", "msgspec")
+WANTED = ("triton", "safetensors", "zmq", "tokenizers", "jinja2", "pytest", "hypothesis", "transformers")
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,10 @@ def main() -> int:
     options = parser.parse_args()
     for name in NEEDED:
         if importlib.util.find_spec(name) is None:
-            print(f"{sys.executable} has no {name}: run this with the Python that has it", file=sys.stderr)
+            print(
+                f"{sys.executable} has no {name}: run this with the Python that has it, or bring it as a wheel (docs/gpu.md)",
+                file=sys.stderr,
+            )
             return 2
     rows: list[Row] = []
     with contextlib.ExitStack() as stack:

@@ -209,6 +209,7 @@ def engine(options: Options) -> None:
     """The embedded model, greedy, through scheduler, cache and sampler: the same tokens as on the CPU."""
     try:
         moesaic = importlib.import_module("moesaic")
+        importlib.import_module("engine.build")  # moesaic itself imports what a model needs when there is one
         llm, params = moesaic.LLM, moesaic.SamplingParams(max_tokens=24, temperature=0.0)
     except ImportError as error:
         row("engine", None, note=f"not run: {error}")

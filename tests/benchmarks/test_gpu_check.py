@@ -161,9 +161,7 @@ class Hiding:
 
 sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
 """
-ENGINE = (
-    "msgspec zmq tokenizers jinja2 starlette uvicorn uvloop httptools prometheus_client yaml rich click safetensors"
-)
+ENGINE = "zmq tokenizers jinja2 starlette uvicorn uvloop httptools prometheus_client yaml rich click safetensors"
 
 
 def hiding(tmp_path: Path, hidden: str) -> Path:
@@ -186,7 +184,7 @@ def hiding(tmp_path: Path, hidden: str) -> Path:
         ),
         ("triton transformers", ["limits", "kernels", "deepgemm"], ["triton"]),
     ],
-    ids=["torch and triton", "no triton"],
+    ids=["torch, msgspec and triton", "no triton"],
 )
 def test_what_is_missing_is_said(tmp_path: Path, hidden: str, only: list[str], notes: list[str]) -> None:
     rows = check(tmp_path, "--only", *only, python_path=hiding(tmp_path, hidden))
@@ -195,6 +193,14 @@ def test_what_is_missing_is_said(tmp_path: Path, hidden: str, only: list[str], n
     assert len(left_out) == len(only) - 2 + (hidden.startswith("triton"))
     assert all(any(note in text for text in left_out) for note in notes)
     assert "graphs" not in only or sum(row["ok"] is True for row in rows) == 7
+
+
+def test_without_what_all_parts_need_it_says_so_at_once(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(hiding(tmp_path, "msgspec"))}
+    done = subprocess.run(
+        command(tmp_path / "results"), cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert done.returncode == 2 and "has no msgspec" in done.stderr and "docs/gpu.md" in done.stderr
 
 
 def test_the_end_of_what_is_printed_says_what_failed() -> None:

@@ -12,10 +12,11 @@ chosen, and begin at once where texts have become such that another number would
 What decodes gain has to pay for what prompts lose: of a model that drafts the passes over prompts are measured too, and
 divided among the tokens that requests usually have.
 
-Each rank says what it would do in the record of every step, and all do what the rank with most sequences said: the
-passes of a layer that drafts are exchanges between all of them, and a step is over when all have computed it. So all
-learn the same of what a step took. Where drafts are looked up some requests have none, or fewer than are wanted: what a
-step took is then divided by the tokens that it brought.
+Each rank says what it would do in the record of every step (engine/speculation/words.py), and all do what the rank
+with most sequences said: the passes of a layer that drafts are exchanges between all of them, and a step is over when
+all have computed it. So all learn the same of what a step took. Where drafts are looked up some requests have none, or
+fewer than are wanted: what a step took is then divided by the tokens that it brought on all ranks, and what drafts
+would bring is known of the texts of all.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from engine.hooks import Lesson, StepCompanion, StepHook
 from engine.schedule import Schedule
 from engine.speculation.costs import Costs
 from engine.speculation.looked_up import choice_of
-from engine.speculation.meter import MeteredStep, StepMeter
+from engine.speculation.meter import DraftingStep, MeteredStep, StepMeter
 from engine.speculation.speculation import Speculation
 from engine.speculation.times import MARGIN, SETTLED, StepTimes, best_of, size_of
 from engine.speculation.trials import (
@@ -48,7 +49,18 @@ from engine.speculation.trials import (
     TURN,
     Trials,
 )
-from ep.recorder import Kind
+from engine.speculation.words import (
+    ALTERNATES,
+    COLD_STEP,
+    DECODES,
+    KINDS,
+    LEADS,
+    PROMISING,
+    TRIAL_FLAGS,
+    TRYING,
+    Words,
+    leader_of,
+)
 
 PRACTISED = (1, 32, 8)  # requests at a time; what steps of other numbers take follows from these
 PRACTICE, PRACTICE_OF_MANY = 12, SETTLED + 3  # steps of so many drafts, of one request and more: the first is captured
@@ -58,8 +70,6 @@ KEPT = 4096  # steps after which times are written
 
 class Gate(StepCompanion):
     """One rank's. adaptive: False: always as many as there may be. file: where times are remembered; None: nowhere."""
-
-    num_words = 5
 
     def __init__(
         self,
@@ -74,18 +84,20 @@ class Gate(StepCompanion):
         self.meter = StepMeter(times or StepTimes(), clock)
         self.times.paired = not speculation.models
         self._speculation, self._choice = speculation, choice_of(speculation, self.meter)
+        self.num_words = len(Words._fields) + (0 if speculation.looks is None else len(speculation.looks.words))
         self._adaptive = adaptive
         self._most_sequences = most_sequences  # of a rank
         self._leads, self._file = leads, file if leads else None
         self._most = speculation.max_drafts
         self._wanted = (self._most, self._most)  # drafts to verify, drafts to make
-        self._trial = 0  # they are wanted for one; 2: it has just begun
+        self._trial = 0  # they are wanted for one: flags of the words
         self._charged = False  # the trial is one of those that may only cost so much
         self._needless = False  # without it no drafts would be made of prompts
         self._without = False  # a trial without drafts is under way: its requests are without any until they end
         self._trials: dict[int, Trials] = {}  # by the size of so many sequences
         self._heard = (-TRIAL, 0)  # the last step of another rank's trial, and its drafts
-        self._num_rows = self._num_accepted = 0  # of this rank's step before; of all until then
+        self._num_rows = 0  # of the step before, of all ranks
+        self._accepted = self._num_accepted = 0  # of this rank's drafts: since the last words; in all until then
         self._verifying = (0, False)  # whether the next step is one of a trial, and of this rank's
         self._lately = deque[int]([], AGAIN)  # sequences of steps that decode, as sizes
         self._schedule = Schedule(-1)  # the last one that was proposed
@@ -145,9 +157,7 @@ class Gate(StepCompanion):
         return found
 
     def propose(self, schedule: Schedule) -> Sequence[int]:
-        """The words: drafts to verify in the next step, drafts to make in this one, one and the sequences, whether the
-        step is one of a trial (1) and is not measured (2), and whether it has nothing but decodes. A rank that
-        practises something else says zeros, and would make no drafts."""
+        """The words. A rank that practises something else says zeros, and would make no drafts."""
         self._schedule, like = schedule, self._like
         if self._left and schedule.counts == like.counts and not schedule.new_rows:
             same = bool(schedule.warm) is bool(like.warm)
@@ -156,17 +166,17 @@ class Gate(StepCompanion):
             if same:
                 return self._words
         self._catch_up()
-        num = len(schedule.rows)
+        drafts, num = self._speculation, len(schedule.rows)
         decodes = schedule.num_tokens == num + schedule.num_drafts
         if self.practises:
-            self._want(self._lesson[0], False)
-        elif self._adaptive and num and self._speculation.busy:
+            self._want(self._lesson[0])
+        elif self._adaptive and num and drafts.busy:
             one = self._trials_of(num)
             if schedule.warm and not any(schedule.warm):
                 one.tick()
                 if not one.trial[0]:
                     one.trial = (0, 0)
-                self._want(0, self._without)
+                self._want(0, self._without * TRYING)
             elif decodes:
                 self._lately.append(size_of(num))
                 self._choose(one, num, not schedule.warm)
@@ -175,7 +185,12 @@ class Gate(StepCompanion):
                 self._begin(self._trials_of(num), num)
             if decodes and not (self._trial or schedule.drafts or any(self._wanted)):
                 self._go_on_so(schedule, one)
-        self._words = (*self._wanted, 1 + len(schedule.rows), self._trial, decodes)
+        leads = num > 0 and (drafts.models or drafts.busy)
+        self._accepted = max(0, drafts.num_accepted_tokens - self._num_accepted)
+        self._num_accepted = drafts.num_accepted_tokens
+        flags = self._trial | decodes * DECODES | leads * LEADS
+        words = Words(*self._wanted, 1 + len(schedule.rows), flags, self._accepted)
+        self._words = words if drafts.looks is None else (*words, *drafts.looks.words)
         return self._words
 
     def _go_on_so(self, schedule: Schedule, one: Trials) -> None:
@@ -203,31 +218,32 @@ class Gate(StepCompanion):
             return None
         self._said = None
         self._catch_up()
-        models = self._speculation.models
-        if not self._most or not (models or self._speculation.busy):
+        models, looks = self._speculation.models, self._speculation.looks
+        words = [Words.of(some) for some in said]
+        leader = leader_of(words)
+        if not self._most or leader is None:
             return None
-        verify, depth, num, trial, _ = said[0] if len(said) == 1 else max(said, key=lambda words: words[2])
-        num -= 1
-        if num <= 0 or not all(words[2] for words in said):
-            return None
+        verify, depth, num, trial = leader.verify, leader.make, leader.num - 1, leader.flags & TRIAL_FLAGS
         verified, self._speculation.depth = self._speculation.depth, verify
-        own = self._trial % 2 > 0 and trial % 2 > 0 and len(self._schedule.rows) == num
+        own = trial & TRYING > 0 and leader == self._words[: len(leader)]
         if models:  # more than may be verified have no memory
             depth = min(depth, 1 + self._speculation.max_in_step // num)
             decodes = max(plan.num_tokens) == num * (1 + depth)
         else:  # what this step verifies was said with the one before
-            depth, decodes = verified, all(words[4] for words in said)
+            depth, decodes = verified, all(some.flags & DECODES for some in words)
             (trial, own), self._verifying = self._verifying, (trial, own)
+        if looks is not None and len(said) > 1:
+            looks.hear([(some.num - 1, rest[len(some) :]) for some, rest in zip(words, said, strict=True)])
         if self.practises:
             self._lesson = self._lesson[0], self._lesson[1] - decodes
         elif not (depth or trial or self._schedule.new_rows) and decodes and self.meter.goes_on(plan.step, num):
             self._said = None if verify or self._verifying[0] else (said, plan.num_tokens)
             return None
-        step = MeteredStep(plan.step, num, depth, decodes, trial % 2 > 0, trial > 1, own)
-        self._hear(step)
+        step = MeteredStep(plan.step, num, depth, decodes, trial & TRYING > 0, trial & COLD_STEP > 0, own)
+        self._hear(step, trial & KINDS)
         begin = bool(self._schedule.new_rows) or not (self._schedule.rows or decodes)  # here or on another rank
-        self.meter.begins(step, begin, self._best_rate if self._charged else 0.0, *self._brought(self.meter.last))
-        return _Drafting(self, step) if models and depth else None
+        self.meter.begins(step, begin, self._best_rate if self._charged else 0.0, *self._brought(words))
+        return DraftingStep(step, self.meter, self._needless) if models and depth else None
 
     def close(self) -> None:
         if self._file is not None and self.meter.num_new:
@@ -243,21 +259,23 @@ class Gate(StepCompanion):
             self._trials[size] = Trials()
         return self._trials[size]
 
-    def _hear(self, step: MeteredStep) -> None:
-        """Another rank's trial counts as one of this one's."""
+    def _hear(self, step: MeteredStep, kind: int) -> None:
+        """Another rank's trial, of that kind, counts as one of this one's."""
         last, (heard, depth) = self.meter.last, self._heard
         if last.trying and not last.own and not step.trying:
-            self._trials_of(last.num).end(PROOF if self._speculation.models else 0)
+            one = self._trials_of(last.num)
+            one.end(PROOF if self._speculation.models else 0)
+            self._choice.measured(one, last.depth)
         elif step.trying and not step.own:
             if depth != step.depth or not 0 < step.step - heard <= 2 * TURN:  # an epoch begins with step 0
-                paired = not self._speculation.models
-                self._trials_of(step.num).begin(step.depth, 1, self.times.usual(step.num, step.depth), paired)
-                if paired:
+                self._trials_of(step.num).begin(step.depth, 1, self.times.usual(step.num, step.depth), kind)
+                if kind & ALTERNATES:
                     self.times.renew(step.num)
             self._heard = step.step, step.depth
 
-    def _want(self, depth: int, trying: bool, cold: bool = False) -> None:
-        self._wanted, self._trial = (depth, depth), trying + 2 * cold
+    def _want(self, depth: int, trial: int = 0) -> None:
+        """trial: flags of the words."""
+        self._wanted, self._trial = (depth, depth), trial
 
     def _begin(self, one: Trials, num: int) -> None:
         """A step with prompts: what is best for so many sequences, if anything is known, not what smaller steps want;
@@ -267,9 +285,9 @@ class Gate(StepCompanion):
         if self._speculation.models:
             self._compare(one, num)
         if one.trial[1] and (self._speculation.models or one.chosen is None):
-            self._want(one.trial[0], True, True)
+            self._want(one.trial[0], TRYING | COLD_STEP | one.kind)
         elif one.chosen is not None:
-            self._want(one.chosen, False)
+            self._want(one.chosen)
 
     def _compare(self, one: Trials, num: int) -> None:
         self._learn(one, num)
@@ -300,7 +318,7 @@ class Gate(StepCompanion):
                 self._choice.measured(one, one.trial[0])
             return
         if one.held > 0 and one.chosen is not None and not self._look(one, num):
-            self._want(one.chosen, self._without)
+            self._want(one.chosen, self._without * TRYING)
             return
         self._learn(one, num)
         one.proves = None
@@ -312,10 +330,10 @@ class Gate(StepCompanion):
         if not models:  # no request loses the thread, and behind prompts there is less to be looked up
             after = AGAIN
         if warm and self._try(one, num, rates, best, after):
-            self._want(one.trial[0], True, True)
+            self._want(one.trial[0], TRYING | COLD_STEP | one.kind)
         elif rates:
             self._take(one, num, best, rates)
-            self._want(best, self._without)
+            self._want(best, self._without * TRYING)
 
     def _promises(self, one: Trials, num: int) -> bool:
         return one.chosen is not None and self._choice.promises(one, num, one.rates, one.chosen) is not None
@@ -352,7 +370,7 @@ class Gate(StepCompanion):
         usual = self.times.usual(num, tried)
         alternates = not self._speculation.models and one.chosen is not None and promised is None
         steps = PROMISE if promised is not None else (1 + alternates) * self._choice.length(num, tried)
-        one.begin(tried, steps, usual, alternates, promised is not None)
+        one.begin(tried, steps, usual, alternates * ALTERNATES if promised is None else PROMISING)
         if alternates:
             self.times.renew(num)
         self._without, self._charged, self._best_rate = not tried, usual is not None, rates.get(best, 0.0)
@@ -360,40 +378,14 @@ class Gate(StepCompanion):
 
     # ---- measuring ----
 
-    def _brought(self, last: MeteredStep) -> tuple[float, float]:
-        """Tokens that this rank's step before has brought; and to each sequence, by which what it took is divided,
-        where requests have drafts or none. Where this rank had no requests: what is likely."""
-        drafts, rows = self._speculation, self._num_rows
-        accepted = max(0, drafts.num_accepted_tokens - self._num_accepted)
-        self._num_rows, self._num_accepted = len(self._schedule.rows), drafts.num_accepted_tokens
-        if drafts.models or not last.depth:
-            return rows + accepted, 1.0
-        return rows + accepted, 1.0 + accepted / rows if rows else self._choice.tokens(last.depth)
-
-    def drafted(self, step: MeteredStep, schedule: Schedule, seconds: float) -> None:
-        """The passes over a step with prompts took so long. Of the thread that computes."""
-        self.meter.costs.add_prompts(len(schedule.new_rows), seconds, step.own and self._needless)
-
-
-class _Drafting(StepHook):
-    """Of one step: says how many drafts are to be made at its end, when it begins, and what drafts of prompts take."""
-
-    watches = True
-
-    def __init__(self, gate: Gate, step: MeteredStep) -> None:
-        self._gate, self._step = gate, step
-        self._prompts: Schedule | None = None
-        self._sampled = 0.0
-
-    def begin(self, schedule: Schedule) -> None:
-        schedule.draft_depth = self._step.depth
-        if schedule.num_tokens != len(schedule.rows) + schedule.num_drafts:
-            self._prompts = schedule
-
-    def ended(self, kind: Kind, num_tokens: int) -> None:
-        if self._prompts is None:
-            return
-        if kind is Kind.SAMPLING:
-            self._sampled = self._gate.meter.clock()
-        elif kind is Kind.DRAFTING:
-            self._gate.drafted(self._step, self._prompts, self._gate.meter.clock() - self._sampled)
+    def _brought(self, words: Sequence[Words]) -> tuple[float, float]:
+        """Tokens that the step before has brought to the sequences of the rank that leads; and to each sequence, by
+        which what it took is divided, where requests have drafts or none. Where there were none: what is likely."""
+        last, rows = self.meter.last, self._num_rows
+        self._num_rows = sum(some.num - 1 for some in words)
+        if self._speculation.models:
+            return last.num + self._accepted, 1.0
+        each = 1.0
+        if last.depth:
+            each += sum(some.accepted for some in words) / rows if rows else self._choice.tokens(last.depth) - 1
+        return last.num * each, each

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
+from engine.hooks import StepHook
+from engine.schedule import Schedule
 from engine.speculation.costs import Costs
 from engine.speculation.times import StepTimes
+from ep.recorder import Kind
 
 LONGEST_GAP = 0.5  # seconds between two steps that follow each other
 TOGETHER = 16  # steps without drafts are one sample, at most: the longer a text is the longer they take
@@ -86,3 +89,29 @@ class StepMeter:
             self.times.serves(step.num, step.depth)
         self.times.add(step.num, step.depth, seconds, step.trying, each)
         self.num_new += 1
+
+
+class DraftingStep(StepHook):
+    """Says when a step begins how many drafts the model is to make at its end, and measures what those of prompts take.
+    Of the thread that computes. needless: without a trial of this rank they would not be made."""
+
+    watches = True
+
+    def __init__(self, step: MeteredStep, meter: StepMeter, needless: bool) -> None:
+        self._depth, self._meter, self._trying = step.depth, meter, step.own and needless
+        self._prompts: Schedule | None = None
+        self._sampled = 0.0
+
+    def begin(self, schedule: Schedule) -> None:
+        schedule.draft_depth = self._depth
+        if schedule.num_tokens != len(schedule.rows) + schedule.num_drafts:
+            self._prompts = schedule
+
+    def ended(self, kind: Kind, num_tokens: int) -> None:
+        if self._prompts is None:
+            return
+        if kind is Kind.SAMPLING:
+            self._sampled = self._meter.clock()
+        elif kind is Kind.DRAFTING:
+            seconds = self._meter.clock() - self._sampled
+            self._meter.costs.add_prompts(len(self._prompts.new_rows), seconds, self._trying)

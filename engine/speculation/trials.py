@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine.speculation.times import SETTLED, Usual
+from engine.speculation.words import ALTERNATES, COLD_STEP, PROMISING, TRYING
 
 AGAIN = 64  # steps of a size, after which a step with prompts begins a trial; twice as many: any step, where none comes
 HELD, LONG_HELD = 8, 64  # steps of a size for which what was chosen stays: twice as many each time that it is again ...
@@ -23,7 +24,7 @@ TRIALS = 3  # of what turns out not to be measured; of none at all one more ever
 
 class Trials:
     """Of steps of about so many sequences. tried: trials of so many drafts, and tried_at: in which step the last one
-    began; trial: the one under way, and its steps that are left; proves: what the last one was of, until it is
+    began; trial: the one under way, and its steps that are left; kind: which it is, flags of the words; proves: what the last one was of, until it is
     compared; since: steps since it began; chosen: None: nothing yet; held: steps for which it stays; rates: tokens per
     second, when it was chosen; doubted: none at all was chosen before, and not measured since; prompted: in which step
     prompts came last. Where drafts are looked up, looked: tokens that so many were to bring to a sequence when they
@@ -40,7 +41,8 @@ class Trials:
         self.proves: int | None = None
         self.steps = self.held = self.since = self.prompted = self.look_at = self.none_at = 0
         self._hold = HELD
-        self.doubted = self._paired = False
+        self.doubted = False
+        self.kind = 0
 
     def tick(self, steps: int = 1) -> None:
         self.steps += steps
@@ -50,7 +52,7 @@ class Trials:
     @property
     def alternates(self) -> bool:
         """A trial is under way that does."""
-        return self._paired and self.trial[1] > 0
+        return self.kind & ALTERNATES > 0 and self.trial[1] > 0
 
     @property
     def proving(self) -> bool:
@@ -76,24 +78,25 @@ class Trials:
         self.proves, self.trial = self.trial[0], (self.trial[0], 0)
         self.held = proof
 
-    def go_on(self) -> tuple[int, bool, bool]:
-        """What a step of the trial under way drafts; whether it is of the trial, and is not measured."""
+    def go_on(self) -> tuple[int, int]:
+        """What a step of the trial under way drafts, and flags of the words."""
         depth, left = self.trial
         self.trial = (depth, left - 1)
-        if not self._paired or self.chosen is None:
-            return depth, True, self.steps - self.tried_at[depth] < COLD
-        tries = left // TURN % 2 > 0
-        return depth if tries else self.chosen, tries, TURN - left % TURN <= COLD
+        trying = TRYING | self.kind
+        if not self.kind & ALTERNATES or self.chosen is None:
+            return depth, trying | (self.steps - self.tried_at[depth] < COLD) * COLD_STEP
+        cold = (TURN - left % TURN <= COLD) * COLD_STEP
+        return (depth, trying | cold) if left // TURN % 2 else (self.chosen, cold)
 
-    def begin(self, depth: int, steps: int, usual: Usual | None, paired: bool, promising: bool = False) -> None:
-        """A trial. usual: what such steps took; None: not known yet. paired: it alternates with what was chosen.
-        promising: texts are not what they were."""
-        if promising and usual is not None:
+    def begin(self, depth: int, steps: int, usual: Usual | None, kind: int) -> None:
+        """A trial. usual: what such steps took; None: not known yet. kind: it alternates with what was chosen, or texts
+        are not what they were."""
+        if kind & PROMISING and usual is not None:
             usual.renew()
-        elif usual is not None:
-            usual.again(paired and depth > 0)  # none is what is taken unless another is certain to be better
+        elif usual is not None:  # none is what is taken unless another is certain to be better
+            usual.again(kind & ALTERNATES > 0 and depth > 0)
         self.tried[depth] = self.tried.get(depth, 0) + 1
         self.tried_at[depth] = self.steps
         self.none_at = self.none_at if depth else self.steps
-        self.doubted, self._paired = self.doubted and depth > 0, paired
+        self.doubted, self.kind = self.doubted and depth > 0, kind
         self.trial, self.since = (depth, steps - 1), 0

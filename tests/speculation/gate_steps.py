@@ -14,6 +14,7 @@ from engine.speculation.gate import Gate
 from engine.speculation.model_drafts import ModelDrafts
 from engine.speculation.speculation import Speculation
 from engine.speculation.times import StepTimes, Usual, expected_tokens
+from engine.speculation.words import DECODES
 from ep.recorder import Kind
 from front.messages import AddRequest, SamplingParams
 
@@ -109,7 +110,9 @@ class Steps:
         now = Schedule(self.step, [], new, rows=rows, counts=counts, drafts=drafts, warm=[] if self.warm else [False])
         words = self.gate.propose(now)
         plan = StepPlan(self.step, True, False, (sum(counts), 0), (9, 9))
-        said = [words, (0, 0, 1, 0, True)] if self.other is None else [words, self.other.propose(Schedule(self.step))]
+        said = (
+            [words, (0, 0, 1, DECODES, 0)] if self.other is None else [words, self.other.propose(Schedule(self.step))]
+        )
         hook = self.gate.join(plan, said)
         if self.other is not None:
             self.other.join(plan, said)

@@ -23,6 +23,7 @@ from engine.speculation.ngram import NgramDrafter
 from engine.speculation.speculation import Speculation
 from engine.speculation.times import MARGIN, StepTimes, Usual, expected_tokens
 from engine.speculation.trials import FIRST, PROOF
+from engine.speculation.words import DECODES, LEADS, TRYING
 
 pytestmark = pytest.mark.speculation
 
@@ -32,7 +33,7 @@ def test_what_is_not_known_is_tried_while_it_may_be_the_best() -> None:
     made = Steps(gate, 1, [0.1, 0.11, 0.13, 0.3, 0.32], length=60, prompt=0.1).go(240)
     assert set(made[-8:]) == {2} and 0 in made, made
     assert 4 not in made[1:], "three were much worse than two"
-    assert gate.propose(decodes(1, warm=False)) == (0, 0, 2, 0, True), "none of them can have any"
+    assert gate.propose(decodes(1, warm=False))[:4] == (0, 0, 2, DECODES | LEADS), "none of them can have any"
 
 
 @pytest.mark.parametrize("num", [1, 64])
@@ -188,14 +189,15 @@ def test_trials_are_those_of_all(drafter: Drafter) -> None:
     speculation = Speculation(drafter, 2, 64)
     waiting(speculation)
     gate, models = Gate(speculation, adaptive=True), speculation.models
+    looks = () if speculation.looks is None else speculation.looks.words
     for step in range(2):
         words = gate.propose(Schedule(step))
-        gate.join(StepPlan(step, True, False, (0, 2), (9, 9)), [words, (1, 1, 2, 1, True)])
+        gate.join(StepPlan(step, True, False, (0, 2), (9, 9)), [words, (1, 1, 2, TRYING | DECODES | LEADS, 0, *looks)])
         assert (gate.meter.last.trying, gate.meter.last.depth) == ((False, 2) if not step and not models else (True, 1))
     assert gate._trials[1].tried == {1: 1}
     for step in range(2):  # of the next epoch
         words = gate.propose(Schedule(step))
-        gate.join(StepPlan(step, True, False, (0, 2), (9, 9)), [words, (1, 1, 2, 1, True)])
+        gate.join(StepPlan(step, True, False, (0, 2), (9, 9)), [words, (1, 1, 2, TRYING | DECODES | LEADS, 0, *looks)])
     assert gate._trials[1].tried == {1: 2}
 
 

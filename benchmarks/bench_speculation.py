@@ -1,13 +1,14 @@
 """What drafts bring over HTTP: two servers of one model, with drafts and without, measured in turns by the same requests.
 
-    python benchmarks/bench_speculation.py [--model DIR] [--cases mtp,eagle3,prediction,ngram,editing,edited] [--streams 1,8,64]
+    python benchmarks/bench_speculation.py [--model DIR] [--cases mtp,eagle3,prediction,ngram,editing,edited,beside] [--streams 1,8,64]
                                            [--drafter DIR] [--chats N] [--tokens 160] [--repeats 3] [--drafts N] [--options WORDS] [--picture FILE] [--json]
 
 mtp: stories of the model's own making, where its MTP layer drafts. eagle3: the same with an EAGLE-3 drafter (--drafter; of the
 embedded model there is one in tests/speculation/drafter). prediction: a text is to come again with a tenth of its words
 changed, and the request says what it expects (the changed text is what a model would edit; the tokens are the model's).
 ngram: the same stories, whose texts hardly repeat themselves, with method ngram. editing: the model is asked to write a text again with another name in it, and drafts come from the
-text that it was given (method ngram); edited: the same with that text as the request's prediction. Both want a model that follows
+text that it was given (method ngram); edited: the same with that text as the request's prediction; beside: the same beside as many
+questions, each on another rank, where tokens per second are the sum of what each stream gets. These want a model that follows
 (SmolLM2: benchmarks/real_weights.py). Every request is greedy, and its tokens are the same with and without drafts, which is checked.
 
 A row per case and number of streams: k_mean, drafts of a sequence and step; acceptance, of those, the part that was right; bound, what
@@ -52,13 +53,13 @@ STORY = (
 REST_CORES, REST_SECONDS = 0.3, 20.0
 NAMES = ("Max", "Sam", "Ben", "Leo", "Jack", "Peter", "Paul", "Mark")
 DRAFTER = Path(__file__).parents[1] / "tests" / "speculation" / "drafter"
-METHODS = {"editing": "ngram", "edited": "prediction"}  # of cases that are not called as they are
+METHODS = {"editing": "ngram", "edited": "prediction", "beside": "ngram"}  # of cases that are not called as they are
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 
-async def answer(url: str, body: dict[str, Any]) -> str:
-    """The text of a streamed chat answer."""
-    parts = urlsplit(url)
+async def answer(url: str, body: dict[str, Any]) -> tuple[str, float]:
+    """The text of a streamed chat answer, and its seconds."""
+    parts, began = urlsplit(url), time.perf_counter()
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     data = json.dumps({"stream": True, **body}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -71,13 +72,17 @@ async def answer(url: str, body: dict[str, Any]) -> str:
             choice = json.loads(line[6:])["choices"][0]
             text.append(choice["text"] if "text" in choice else choice["delta"].get("content") or "")
     writer.close()
-    return "".join(text)
+    return "".join(text), time.perf_counter() - began
 
 
-async def run(url: str, bodies: list[dict[str, Any]]) -> tuple[list[str], float]:
-    began = time.perf_counter()
-    texts = await asyncio.gather(*(answer(url, body) for body in bodies))
-    return list(texts), time.perf_counter() - began
+async def run(url: str, bodies: list[dict[str, Any]]) -> tuple[list[str], list[float]]:
+    answers = await asyncio.gather(*(answer(url, body) for body in bodies))
+    return [text for text, _ in answers], [seconds for _, seconds in answers]
+
+
+def rate_of(case: str, seconds: list[float], tokens: int) -> float:
+    """Tokens per second of answers of so many tokens that took so long."""
+    return sum(tokens / each for each in seconds) if case == "beside" else len(seconds) * tokens / max(seconds)
 
 
 def counters(server: Server) -> list[float]:
@@ -93,17 +98,21 @@ def changed(text: str, seed: int) -> str:
     return " ".join("tree" if rng.random() < 0.1 else word for word in words)
 
 
-def edit(name: str, predicts: bool) -> dict[str, Any]:
+def edit(common: dict[str, Any], number: int, predicts: bool) -> dict[str, Any]:
+    name = NAMES[number % len(NAMES)]
     words = f"Copy the following text word for word, but write {name} in the place of Tom.\n\n{STORY}"
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": words}]}
+    body: dict[str, Any] = {**common, "messages": [{"role": "user", "content": words}]}
     return {**body, "prediction": {"type": "content", "content": STORY}} if predicts else body
 
 
 def bodies_of(case: str, streams: int, tokens: int, plain: Server) -> list[dict[str, Any]]:
     common = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
     prompts = [f"{PROMPTS[i % len(PROMPTS)]}{' again' * (i // len(PROMPTS))}" for i in range(streams)]
+    if case == "beside":
+        asked = [{**common, "messages": [{"role": "user", "content": question}]} for question in QUESTIONS]
+        return [edit(common, i // 2, False) if i % 2 else asked[i // 2 % len(asked)] for i in range(streams)]
     if case in METHODS:
-        return [{**common, **edit(NAMES[i % len(NAMES)], case == "edited")} for i in range(streams)]
+        return [edit(common, i, case == "edited") for i in range(streams)]
     if case != "prediction":
         return [{**common, "prompt": prompt} for prompt in prompts]
     chats = [{**common, "messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
@@ -125,8 +134,8 @@ def measure(case: str, streams: int, options: argparse.Namespace, plain: Server,
         expected, without = asyncio.run(run(plain.url, bodies))
         got, with_drafts = asyncio.run(run(drafting.url, bodies))
         assert got == expected, "the texts differ"
-        ratios.append(without / with_drafts)
-        rates.append((streams * options.tokens / without, streams * options.tokens / with_drafts))
+        rates.append((rate_of(case, without, options.tokens), rate_of(case, with_drafts, options.tokens)))
+        ratios.append(rates[-1][1] / rates[-1][0])
     drafts, tokens, accepted = (now - then for now, then in zip(counters(drafting), before, strict=True))
     made = options.repeats * streams * options.tokens
     return {

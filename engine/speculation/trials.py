@@ -24,12 +24,12 @@ TRIALS = 3  # of what turns out not to be measured; of none at all one more ever
 
 class Trials:
     """Of steps of about so many sequences. tried: trials of so many drafts, and tried_at: in which step the last one
-    began; trial: the one under way, and its steps that are left; kind: which it is, flags of the words; proves: what the last one was of, until it is
-    compared; since: steps since it began; chosen: None: nothing yet; held: steps for which it stays; rates: tokens per
-    second, when it was chosen; doubted: none at all was chosen before, and not measured since; prompted: in which step
-    prompts came last. Where drafts are looked up, looked: tokens that so many were to bring to a sequence when they
-    were last measured; look_at: in which step it is seen next what they would bring; none_at: in which one none at all
-    was measured last."""
+    began; trial: the one under way, and its steps that are left; kind: which it is, flags of the words; proves: what
+    the last one was of, until it is compared; since: steps since it began; chosen: None: nothing yet; held: steps for
+    which it stays; rates: tokens per second, when it was chosen; doubted: none at all was chosen before, and not
+    measured since; prompted: in which step prompts came last. Where drafts are looked up, looked: tokens that so many
+    were to bring to a sequence when they were last measured; look_at: in which step it is seen next what they would
+    bring; none_at: in which one none at all was measured last."""
 
     def __init__(self) -> None:
         self.rates: Mapping[int, float] = {}

@@ -13,9 +13,9 @@ TRIAL_FLAGS = TRYING | COLD_STEP | KINDS
 
 
 class Words(NamedTuple):
-    """verify: drafts of a sequence in the next step; make: that the model makes in this one. num: one and the sequences;
-    0: of a rank that practises something else. accepted: drafts of this rank that were right, since the last step. Where
-    drafts are looked up those of engine/speculation/looks.py follow."""
+    """verify: drafts of a sequence in the next step; make: that the model makes in this one. num: one and the
+    sequences; 0: of a rank that practises something else. accepted: drafts of this rank that were right, since the
+    last step. Where drafts are looked up those of engine/speculation/looks.py follow."""
 
     verify: int
     make: int
@@ -29,7 +29,7 @@ class Words(NamedTuple):
 
 
 def leader_of(words: Sequence[Words]) -> Words | None:
-    """Of the rank with most sequences, of those that may have drafts. None: there are no drafts, as no sequence may have
-    any or a rank practises something else."""
+    """Of the rank with most sequences, of those that may have drafts. None: there are no drafts, as no sequence may
+    have any or a rank practises something else."""
     leader = max(words, key=lambda some: (some.flags & LEADS, some.num))
     return leader if leader.flags & LEADS and all(some.num for some in words) else None

@@ -4,10 +4,12 @@ the gate (engine/speculation/gate.py)."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
+from operator import mul
 
 from engine.speculation.meter import StepMeter
 from engine.speculation.speculation import Speculation
-from engine.speculation.times import MARGIN, expected_tokens
+from engine.speculation.times import MARGIN
 from engine.speculation.trials import AGAIN, AHEAD, FIRST, NEAR, TRIAL, TRIALS, Trials
 
 
@@ -40,7 +42,11 @@ class Choice:
 
     def tokens(self, depth: int) -> float:
         """That a step with so many drafts probably brings to a sequence."""
-        return expected_tokens(self._speculation.acceptance, depth)
+        return self._speculation.rights.tokens(depth)
+
+    def learn(self) -> None:
+        """What drafts have brought until now."""
+        self._speculation.rights.change(list(accumulate(self._speculation.acceptance, mul)))
 
     def measured(self, one: Trials, depth: int) -> None:
         """So many drafts are, until now."""

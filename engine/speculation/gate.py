@@ -14,7 +14,8 @@ divided among the tokens that requests usually have.
 
 Each rank says what it would do in the record of every step (engine/speculation/words.py), and all do what the rank
 with most sequences said: the passes of a layer that drafts are exchanges between all of them, and a step is over when
-all have computed it. So all learn the same of what a step took. Where drafts are looked up some requests have none, or
+all have computed it. So all learn the same of what a step took, of so many sequences as that rank has, and think about
+these. Where drafts are looked up some requests have none, or
 fewer than are wanted: what a step took is then divided by the tokens that it brought on all ranks, and what drafts
 would bring is known of the texts of all.
 """
@@ -55,6 +56,7 @@ from engine.speculation.words import (
     DECODES,
     KINDS,
     LEADS,
+    NUM_FIELDS,
     PROMISING,
     TRIAL_FLAGS,
     TRYING,
@@ -84,7 +86,7 @@ class Gate(StepCompanion):
         self.meter = StepMeter(times or StepTimes(), clock)
         self.times.paired = not speculation.models
         self._speculation, self._choice = speculation, choice_of(speculation, self.meter)
-        self.num_words = len(Words._fields) + (0 if speculation.looks is None else len(speculation.looks.words))
+        self.num_words = NUM_FIELDS + len(speculation.rights.words)
         self._adaptive = adaptive
         self._most_sequences = most_sequences  # of a rank
         self._leads, self._file = leads, file if leads else None
@@ -103,7 +105,8 @@ class Gate(StepCompanion):
         self._schedule = Schedule(-1)  # the last one that was proposed
         self._words: tuple[int, ...] = ()  # of the last step
         self._like = Schedule(-1)  # steps as this one, nothing but decodes without drafts, have the same words:
-        self._left = self._past = 0  # so many more of them, and those that are not counted yet
+        self._num_like = self._left = self._past = 0  # of sequences; more of them, and those that are not counted yet
+        self._follows = 0  # sequences of the rank that led the last step, if it was another
         self._said: tuple[Sequence[Sequence[int]], tuple[int, ...]] | None = None  # by all ranks, of such a step
         self._best_rate = 0.0  # of what was last chosen; 0: not known
         self._lesson = (0, 0)  # drafts to practise, steps that are left
@@ -167,10 +170,11 @@ class Gate(StepCompanion):
                 return self._words
         self._catch_up()
         drafts, num = self._speculation, len(schedule.rows)
-        decodes = schedule.num_tokens == num + schedule.num_drafts
+        decodes, leads = schedule.num_tokens == num + schedule.num_drafts, num > 0
         if self.practises:
             self._want(self._lesson[0])
         elif self._adaptive and num and drafts.busy:
+            num = max(num, self._follows)
             one = self._trials_of(num)
             if schedule.warm and not any(schedule.warm):
                 one.tick()
@@ -184,32 +188,31 @@ class Gate(StepCompanion):
                 num = max(num, max(set(self._lately), key=self._lately.count, default=0))
                 self._begin(self._trials_of(num), num)
             if decodes and not (self._trial or schedule.drafts or any(self._wanted)):
-                self._go_on_so(schedule, one)
-        leads = num > 0 and (drafts.models or drafts.busy)
+                self._go_on_so(schedule, num)
+        leads = leads and (drafts.models or drafts.busy)
         self._accepted = max(0, drafts.num_accepted_tokens - self._num_accepted)
         self._num_accepted = drafts.num_accepted_tokens
         flags = self._trial | decodes * DECODES | leads * LEADS
-        words = Words(*self._wanted, 1 + len(schedule.rows), flags, self._accepted)
-        self._words = words if drafts.looks is None else (*words, *drafts.looks.words)
+        self._words = (*self._wanted, 1 + len(schedule.rows), flags, self._accepted, *drafts.rights.words)
         return self._words
 
-    def _go_on_so(self, schedule: Schedule, one: Trials) -> None:
+    def _go_on_so(self, schedule: Schedule, num: int) -> None:
         """As long as what was chosen stays, and nothing is to be looked up."""
+        one = self._trials_of(num)
         if not schedule.warm:
             self._left = max(0, one.held - 1) if one.chosen == 0 and not one.trial[1] else 0
         else:  # none can have any until others begin, or some can
             self._left = 0 if any(schedule.warm) else LONG_HELD
         if self._speculation.looks is not None:
             self._left = max(0, min(self._left, one.look_at - 1 - one.steps))
-        self._like = schedule
+        self._like, self._num_like = schedule, num
 
     def _catch_up(self) -> None:
         """What follows is not like the steps before."""
         if self._past:
-            one, num = self._trials_of(len(self._like.rows)), len(self._like.rows)
-            one.tick(self._past)
+            self._trials_of(self._num_like).tick(self._past)
             if not self._like.warm:
-                self._lately.extend([size_of(num)] * self._past)
+                self._lately.extend([size_of(self._num_like)] * self._past)
         self._left = self._past = 0
 
     def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook | None:
@@ -218,22 +221,22 @@ class Gate(StepCompanion):
             return None
         self._said = None
         self._catch_up()
-        models, looks = self._speculation.models, self._speculation.looks
+        models = self._speculation.models
         words = [Words.of(some) for some in said]
         leader = leader_of(words)
         if not self._most or leader is None:
             return None
         verify, depth, num, trial = leader.verify, leader.make, leader.num - 1, leader.flags & TRIAL_FLAGS
         verified, self._speculation.depth = self._speculation.depth, verify
-        own = trial & TRYING > 0 and leader == self._words[: len(leader)]
+        own = leader == self._words[:NUM_FIELDS]
+        self._follows, own = 0 if own else num, own and trial & TRYING > 0
         if models:  # more than may be verified have no memory
             depth = min(depth, 1 + self._speculation.max_in_step // num)
             decodes = max(plan.num_tokens) == num * (1 + depth)
         else:  # what this step verifies was said with the one before
             depth, decodes = verified, all(some.flags & DECODES for some in words)
             (trial, own), self._verifying = self._verifying, (trial, own)
-        if looks is not None and len(said) > 1:
-            looks.hear([(some.num - 1, rest[len(some) :]) for some, rest in zip(words, said, strict=True)])
+        self._speculation.rights.hear(words, said)
         if self.practises:
             self._lesson = self._lesson[0], self._lesson[1] - decodes
         elif not (depth or trial or self._schedule.new_rows) and decodes and self.meter.goes_on(plan.step, num):
@@ -317,7 +320,8 @@ class Gate(StepCompanion):
                 one.end(PROOF if models else 0)
                 self._choice.measured(one, one.trial[0])
             return
-        if one.held > 0 and one.chosen is not None and not self._look(one, num):
+        looked = self._look(one)
+        if one.held > 0 and one.chosen is not None and not (looked and self._promises(one, num)):
             self._want(one.chosen, self._without * TRYING)
             return
         self._learn(one, num)
@@ -338,18 +342,19 @@ class Gate(StepCompanion):
     def _promises(self, one: Trials, num: int) -> bool:
         return one.chosen is not None and self._choice.promises(one, num, one.rates, one.chosen) is not None
 
-    def _look(self, one: Trials, num: int) -> bool:
-        """While no drafts are wanted: whether some would be the best by what is looked up now."""
-        if self._speculation.looks is None or one.chosen or one.steps < one.look_at:
+    def _look(self, one: Trials) -> bool:
+        """While no drafts are wanted: see what they would bring. Whether it was time to."""
+        if self._speculation.looks is None or self._speculation.depth or one.steps < one.look_at:
             return False
-        began = self.meter.clock()
+        began, none = self.meter.clock(), self.times.usual(self.meter.last.num, 0)
         self._speculation.look()
-        one.looks(self.meter.clock() - began, num)
-        return self._promises(one, num)
+        one.looks(self.meter.clock() - began, 0.0 if none is None else none.value)
+        return True
 
     def _learn(self, one: Trials, num: int) -> None:
         """What was measured until now."""
         self.meter.count()
+        self._choice.learn()
         self.times.keep_pace(num, one.proves)
         if self.meter.num_new >= KEPT:
             self.close()

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine.speculation.choice import Choice, loss_of
-from engine.speculation.looks import Looks
 from engine.speculation.meter import StepMeter
 from engine.speculation.speculation import Speculation
 from engine.speculation.trials import AGAIN, AHEAD, NEAR, PROMISE, TRIALS, TURN, Trials
@@ -18,10 +17,6 @@ UNPROMISED = 4.0  # times what it costs a trial has to be paid for, if nothing p
 
 
 class LookedUp(Choice):
-    def __init__(self, speculation: Speculation, looks: Looks, meter: StepMeter) -> None:
-        super().__init__(speculation, meter)
-        self._looks = looks
-
     def length(self, num: int, depth: int) -> int:
         usual = self._meter.times.usual(num, depth)
         return TURN * (4 if usual is not None and usual.measured else 2)
@@ -39,8 +34,8 @@ class LookedUp(Choice):
                     found[depth] *= now / before
         return found
 
-    def tokens(self, depth: int) -> float:
-        return self._looks.tokens(depth)
+    def learn(self) -> None:
+        """Looks tell it all the time."""
 
     def measured(self, one: Trials, depth: int) -> None:
         one.looked[depth] = self.tokens(depth)
@@ -109,5 +104,4 @@ class LookedUp(Choice):
 
 
 def choice_of(speculation: Speculation, meter: StepMeter) -> Choice:
-    looks = speculation.looks
-    return Choice(speculation, meter) if looks is None else LookedUp(speculation, looks, meter)
+    return (Choice if speculation.models else LookedUp)(speculation, meter)

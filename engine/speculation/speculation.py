@@ -12,8 +12,8 @@ from engine.speculation.drafter import Drafter
 from engine.speculation.looks import Looks, is_answering
 from engine.speculation.model_drafts import ModelDrafts
 from engine.speculation.prediction import PredictionDrafter
+from engine.speculation.rights import FIRST_RIGHT, Rights
 
-FIRST_ACCEPTANCE = 0.8  # until it is known
 FEW = 4  # drafts that came back, by which it begins to be known
 RECENT = 1 / 64  # of a draft that came back
 RECENT_REQUEST = 1 / 8
@@ -51,7 +51,8 @@ class Speculation:
         self._predictions = PredictionDrafter()
         self._model = drafter if isinstance(drafter, ModelDrafts) else None
         self.models = self._model is not None  # the model drafts
-        self.looks = None if self.models else Looks(max_drafts)
+        self.rights = Rights(max_drafts)
+        self.looks = None if self.models else Looks(self.rights)
         self._open: dict[int, Request] = {}  # requests that may have drafts
         self._cold: set[int] = set()
         self._warm_blocks: set[int] = set()
@@ -72,7 +73,7 @@ class Speculation:
         """Of each place, if all before it were right; lately. What few have come of is taken to be as of the place
         before."""
         if self._acceptance is None:
-            self._acceptance, last = [], FIRST_ACCEPTANCE
+            self._acceptance, last = [], FIRST_RIGHT
             for right, seen in zip(self._right, self._seen, strict=True):
                 last = (right + FEW * last) / (seen + FEW)
                 self._acceptance.append(last)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -271,12 +271,3 @@ def best_of(rates: Mapping[int, float]) -> int:
         if rate > rates.get(best, 0.0) * (1 + MARGIN if best == 0 else 1):
             best = depth
     return best
-
-
-def expected_tokens(acceptance: Sequence[float], depth: int) -> float:
-    """Of a sequence and step with so many drafts. acceptance: of each place, if all before it were right."""
-    total = reached = 1.0
-    for right in acceptance[:depth]:
-        reached *= right
-        total += reached
-    return total

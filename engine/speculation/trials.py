@@ -59,9 +59,8 @@ class Trials:
         """What was chosen is measured again, behind a trial."""
         return self.proves is not None and self.chosen is not None and self.held > 0
 
-    def looks(self, seconds: float, num: int) -> None:
-        """A look has taken so long, beside steps of so many sequences."""
-        step = num / self.rates[0] if 0 in self.rates else 0.0
+    def looks(self, seconds: float, step: float) -> None:
+        """A look has taken so long, beside steps that take `step`; 0: not known."""
         self.look_at = self.steps + (min(max(LOOK, int(seconds / (LOOKS * step))), NONE_HELD) if step else LOOK)
 
     def choose(self, depth: int, rates: Mapping[int, float], most_held: int) -> None:

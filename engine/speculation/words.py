@@ -15,7 +15,7 @@ TRIAL_FLAGS = TRYING | COLD_STEP | KINDS
 class Words(NamedTuple):
     """verify: drafts of a sequence in the next step; make: that the model makes in this one. num: one and the
     sequences; 0: of a rank that practises something else. accepted: drafts of this rank that were right, since the
-    last step. Where drafts are looked up those of engine/speculation/looks.py follow."""
+    last step. Those of engine/speculation/rights.py follow."""
 
     verify: int
     make: int
@@ -25,7 +25,10 @@ class Words(NamedTuple):
 
     @classmethod
     def of(cls, said: Sequence[int]) -> Words:
-        return cls(*said[:5])
+        return cls(*said[:NUM_FIELDS])
+
+
+NUM_FIELDS = len(Words._fields)
 
 
 def leader_of(words: Sequence[Words]) -> Words | None:

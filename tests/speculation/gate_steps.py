@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -13,10 +13,19 @@ from engine.schedule import NewRow, Schedule
 from engine.speculation.gate import Gate
 from engine.speculation.model_drafts import ModelDrafts
 from engine.speculation.speculation import Speculation
-from engine.speculation.times import StepTimes, Usual, expected_tokens
+from engine.speculation.times import StepTimes, Usual
 from engine.speculation.words import DECODES
 from ep.recorder import Kind
 from front.messages import AddRequest, SamplingParams
+
+
+def expected_tokens(acceptance: Sequence[float], depth: int) -> float:
+    """Of a sequence and step with so many drafts. acceptance: of each place, if all before it were right."""
+    total = reached = 1.0
+    for right in acceptance[:depth]:
+        reached *= right
+        total += reached
+    return total
 
 
 def waiting(speculation: Speculation) -> None:
@@ -53,6 +62,15 @@ def gate_of(times: StepTimes, acceptance: list[float]) -> Gate:
     gate = Gate(speculation, adaptive=True)
     gate.meter.times = times
     return gate
+
+
+def of_rank(gate: Gate, *words: int) -> tuple[int, ...]:
+    """What another rank says whose drafts are right as often as this one's."""
+    return (*words, *gate._speculation.rights.words)
+
+
+def idle(gate: Gate) -> tuple[int, ...]:
+    return of_rank(gate, 0, 0, 1, DECODES, 0)
 
 
 def decodes(num: int, warm: bool = True) -> Schedule:
@@ -110,9 +128,7 @@ class Steps:
         now = Schedule(self.step, [], new, rows=rows, counts=counts, drafts=drafts, warm=[] if self.warm else [False])
         words = self.gate.propose(now)
         plan = StepPlan(self.step, True, False, (sum(counts), 0), (9, 9))
-        said = (
-            [words, (0, 0, 1, DECODES, 0)] if self.other is None else [words, self.other.propose(Schedule(self.step))]
-        )
+        said = [words, idle(self.gate)] if self.other is None else [words, self.other.propose(Schedule(self.step))]
         hook = self.gate.join(plan, said)
         if self.other is not None:
             self.other.join(plan, said)

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.speculation.drafter import num_new
-from engine.speculation.looks import FIRST_RIGHT, Looks
+from engine.speculation.looks import Looks
+from engine.speculation.rights import FIRST_RIGHT, Rights
+from engine.speculation.words import Words
 
 pytestmark = pytest.mark.speculation
 
@@ -20,8 +22,9 @@ pytestmark = pytest.mark.speculation
     st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=3), st.lists(st.integers(0, 1), min_size=3, max_size=3)))
 )
 def test_looks_tell_how_many_would_be_right(found_and_came: list[tuple[list[int], list[int]]]) -> None:
-    looks, request = Looks(3), answering(1, [5, 5])
-    assert looks.tokens(2) == 1 + FIRST_RIGHT + FIRST_RIGHT**2, "until it is known"
+    rights = Rights(3)
+    looks, request = Looks(rights), answering(1, [5, 5])
+    assert rights.tokens(2) == 1 + FIRST_RIGHT + FIRST_RIGHT**2, "until it is known"
     right = []
     for found, came in found_and_came[:15]:
         assert looks.over(request)
@@ -34,15 +37,30 @@ def test_looks_tell_how_many_would_be_right(found_and_came: list[tuple[list[int]
     first = [FIRST_RIGHT, FIRST_RIGHT**2, FIRST_RIGHT**3]
     for depth in range(4):
         expected = [sum(num > place for num in right) + first[place] for place in range(depth)]
-        assert looks.tokens(depth) == pytest.approx(1 + sum(expected) / (1 + len(right)))
-    for depth in range(4):  # two ranks, of which one has three times as many sequences, whose drafts are never right
-        looks.hear([(1, looks.words), (3, (0,))])
-        alone = Looks(3)
-        alone.hear([(1, looks.words)])
-        assert looks.tokens(depth) - 1 == pytest.approx((alone.tokens(depth) - 1) / 4)
+        assert rights.tokens(depth) == pytest.approx(1 + sum(expected) / (1 + len(right)))
     looks.begin(request, [1])
     looks.forget(request)
     assert looks.over(request), "another one with its number"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.lists(st.floats(0, 1), min_size=9, max_size=9)), min_size=1, max_size=4)
+)
+def test_ranks_know_the_mean_by_sequences(ranks: list[tuple[int, list[float]]]) -> None:
+    """Within what a byte tells; a rank that is left alone knows its own."""
+    all_rights = [Rights(9) for _ in ranks]
+    for rights, (_, own) in zip(all_rights, ranks, strict=True):
+        rights.change(own)
+    words = [Words(0, 0, 1 + num, 0, 0) for num, _ in ranks]
+    said = [(*some, *rights.words) for some, rights in zip(words, all_rights, strict=True)]
+    num = sum(num for num, _ in ranks)
+    for rights, (_, own) in zip(all_rights, ranks, strict=True):
+        rights.hear(words, said)
+        if num:
+            mean = [sum(of * right[place] for of, right in ranks) / num for place in range(9)]
+            assert rights.tokens(9) == pytest.approx(1 + sum(mean), abs=9 / 255)
+        rights.hear(words[:1], said[:1])
+        assert rights.tokens(9) == 1 + sum(own)
 
 
 @settings(max_examples=examples(20), deadline=None)

@@ -19,7 +19,6 @@ from engine.speculation.gate import Gate
 from engine.speculation.model_drafts import ModelDrafts
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.speculation import Speculation
-from engine.speculation.trials import Trials
 from front.messages import SamplingParams
 
 pytestmark = pytest.mark.speculation
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.speculation
 class LongWay(Gate):
     """It thinks about each step."""
 
-    def _go_on_so(self, schedule: Schedule, one: Trials) -> None:
+    def _go_on_so(self, schedule: Schedule, num: int) -> None:
         pass
 
     def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from itertools import accumulate
+from operator import mul
 from random import Random
 
 import pytest
 from amounts import examples
-from gate_steps import Paces, Steps, decodes, filled, gate_of, practised, waiting
+from gate_steps import Paces, Steps, decodes, expected_tokens, filled, gate_of, of_rank, practised, waiting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ from engine.speculation.gate import Gate
 from engine.speculation.model_drafts import ModelDrafts
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.speculation import Speculation
-from engine.speculation.times import MARGIN, StepTimes, Usual, expected_tokens
+from engine.speculation.times import MARGIN, StepTimes, Usual
 from engine.speculation.trials import FIRST, PROOF
 from engine.speculation.words import DECODES, LEADS, TRYING
 
@@ -189,15 +190,18 @@ def test_trials_are_those_of_all(drafter: Drafter) -> None:
     speculation = Speculation(drafter, 2, 64)
     waiting(speculation)
     gate, models = Gate(speculation, adaptive=True), speculation.models
-    looks = () if speculation.looks is None else speculation.looks.words
     for step in range(2):
         words = gate.propose(Schedule(step))
-        gate.join(StepPlan(step, True, False, (0, 2), (9, 9)), [words, (1, 1, 2, TRYING | DECODES | LEADS, 0, *looks)])
+        gate.join(
+            StepPlan(step, True, False, (0, 2), (9, 9)), [words, of_rank(gate, 1, 1, 2, TRYING | DECODES | LEADS, 0)]
+        )
         assert (gate.meter.last.trying, gate.meter.last.depth) == ((False, 2) if not step and not models else (True, 1))
     assert gate._trials[1].tried == {1: 1}
     for step in range(2):  # of the next epoch
         words = gate.propose(Schedule(step))
-        gate.join(StepPlan(step, True, False, (0, 2), (9, 9)), [words, (1, 1, 2, TRYING | DECODES | LEADS, 0, *looks)])
+        gate.join(
+            StepPlan(step, True, False, (0, 2), (9, 9)), [words, of_rank(gate, 1, 1, 2, TRYING | DECODES | LEADS, 0)]
+        )
     assert gate._trials[1].tried == {1: 2}
 
 
@@ -206,10 +210,9 @@ def test_trials_are_those_of_all(drafter: Drafter) -> None:
 def test_where_only_some_requests_have_drafts(
     acceptance: list[float], draft: float, num: int, part: float, seed: int
 ) -> None:
-    """As when drafts are looked up, and nothing tells before they are verified what they bring: what is better by little
-    is found late. draft: what one more takes, of a step of that many without."""
+    """As when drafts are looked up. draft: what one more takes, of a step of that many without."""
     speculation = Speculation(NgramDrafter(2, 3), len(acceptance), 64)
-    speculation._acceptance = acceptance
+    speculation.rights.change([part * right for right in accumulate(acceptance, mul)])  # as looks would tell
     waiting(speculation)
     gate, random, rows, at = Gate(speculation, adaptive=True, clock=lambda: at), Random(seed), list(range(num)), 0.0
 

@@ -51,6 +51,10 @@ class Choice:
     def measured(self, one: Trials, depth: int) -> None:
         """So many drafts are, until now."""
 
+    def lost(self, one: Trials, num: int) -> float:
+        """Seconds that the trial under way has cost, where its steps are not counted."""
+        return 0.0
+
     def promises(self, one: Trials, num: int, rates: Mapping[int, float], best: int) -> int | None:
         """So many drafts are not the best by what was measured, would be by what is found now, and are to be measured
         at once; None: none."""

@@ -54,7 +54,6 @@ from engine.speculation.words import (
     ALTERNATES,
     COLD_STEP,
     DECODES,
-    KINDS,
     LEADS,
     NUM_FIELDS,
     PROMISING,
@@ -93,7 +92,7 @@ class Gate(StepCompanion):
         self._most = speculation.max_drafts
         self._wanted = (self._most, self._most)  # drafts to verify, drafts to make
         self._trial = 0  # they are wanted for one: flags of the words
-        self._charged = False  # the trial is one of those that may only cost so much
+        self._charged = False  # the trial may only cost so much, and its steps are counted
         self._needless = False  # without it no drafts would be made of prompts
         self._without = False  # a trial without drafts is under way: its requests are without any until they end
         self._trials: dict[int, Trials] = {}  # by the size of so many sequences
@@ -223,8 +222,7 @@ class Gate(StepCompanion):
         self._catch_up()
         models = self._speculation.models
         words = [Words.of(some) for some in said]
-        leader = leader_of(words)
-        if not self._most or leader is None:
+        if (leader := leader_of(words)) is None or not self._most:
             return None
         verify, depth, num, trial = leader.verify, leader.make, leader.num - 1, leader.flags & TRIAL_FLAGS
         verified, self._speculation.depth = self._speculation.depth, verify
@@ -243,7 +241,7 @@ class Gate(StepCompanion):
             self._said = None if verify or self._verifying[0] else (said, plan.num_tokens)
             return None
         step = MeteredStep(plan.step, num, depth, decodes, trial & TRYING > 0, trial & COLD_STEP > 0, own)
-        self._hear(step, trial & KINDS)
+        self._hear(step, trial)
         begin = bool(self._schedule.new_rows) or not (self._schedule.rows or decodes)  # here or on another rank
         self.meter.begins(step, begin, self._best_rate if self._charged else 0.0, *self._brought(words))
         return DraftingStep(step, self.meter, self._needless) if models and depth else None
@@ -262,8 +260,8 @@ class Gate(StepCompanion):
             self._trials[size] = Trials()
         return self._trials[size]
 
-    def _hear(self, step: MeteredStep, kind: int) -> None:
-        """Another rank's trial, of that kind, counts as one of this one's."""
+    def _hear(self, step: MeteredStep, flags: int) -> None:
+        """Another rank's trial counts as one of this one's."""
         last, (heard, depth) = self.meter.last, self._heard
         if last.trying and not last.own and not step.trying:
             one = self._trials_of(last.num)
@@ -271,8 +269,8 @@ class Gate(StepCompanion):
             self._choice.measured(one, last.depth)
         elif step.trying and not step.own:
             if depth != step.depth or not 0 < step.step - heard <= 2 * TURN:  # an epoch begins with step 0
-                self._trials_of(step.num).begin(step.depth, 1, self.times.usual(step.num, step.depth), kind)
-                if kind & ALTERNATES:
+                self._trials_of(step.num).begin(step.depth, 1, self.times.usual(step.num, step.depth), flags)
+                if flags & ALTERNATES:
                     self.times.renew(step.num)
             self._heard = step.step, step.depth
 
@@ -313,11 +311,11 @@ class Gate(StepCompanion):
         models = self._speculation.models
         self._without = self._without and not warm
         if one.alternates and not one.steps % LOOK and self._promises(one, num):
-            one.end(0)
+            self._end(one, num)
         if one.trial[1] and warm:
             self._want(*one.go_on())
             if not one.trial[1]:
-                one.end(PROOF if models else 0)
+                self._end(one, num)
                 self._choice.measured(one, one.trial[0])
             return
         looked = self._look(one)
@@ -338,6 +336,11 @@ class Gate(StepCompanion):
         elif rates:
             self._take(one, num, best, rates)
             self._want(best, self._without * TRYING)
+
+    def _end(self, one: Trials, num: int) -> None:
+        """A trial of this rank's is over."""
+        self.meter.costs.spent += self._choice.lost(one, num)
+        one.end(PROOF if self._speculation.models else 0)
 
     def _promises(self, one: Trials, num: int) -> bool:
         return one.chosen is not None and self._choice.promises(one, num, one.rates, one.chosen) is not None
@@ -378,7 +381,8 @@ class Gate(StepCompanion):
         one.begin(tried, steps, usual, alternates * ALTERNATES if promised is None else PROMISING)
         if alternates:
             self.times.renew(num)
-        self._without, self._charged, self._best_rate = not tried, usual is not None, rates.get(best, 0.0)
+        self._charged, self._best_rate = usual is not None and not alternates, rates.get(best, 0.0)
+        self._without = not tried
         return True
 
     # ---- measuring ----

@@ -9,6 +9,7 @@ from engine.speculation.choice import Choice, loss_of
 from engine.speculation.meter import StepMeter
 from engine.speculation.speculation import Speculation
 from engine.speculation.trials import AGAIN, AHEAD, NEAR, PROMISE, TRIALS, TURN, Trials
+from engine.speculation.words import ALTERNATES
 
 CHANGED = 1.1  # times as many tokens: by less, what is looked up has not become better or worse
 LONG_SINCE = 64  # steps since a number was measured, after which it may promise the same again
@@ -39,6 +40,13 @@ class LookedUp(Choice):
 
     def measured(self, one: Trials, depth: int) -> None:
         one.looked[depth] = self.tokens(depth)
+
+    def lost(self, one: Trials, num: int) -> float:
+        """Half of the steps of one that alternates are made with its number, and both have met the same texts."""
+        tried, best = self._meter.times.usual(num, one.trial[0]), self._meter.times.usual(num, one.chosen or 0)
+        if not one.kind & ALTERNATES or tried is None or best is None:
+            return 0.0
+        return one.since / 2 * tried.pace * max(0.0, 1 - best.value / tried.value)
 
     def promises(self, one: Trials, num: int, rates: Mapping[int, float], best: int) -> int | None:
         """Not again soon, if it was measured and looks tell the same as then."""

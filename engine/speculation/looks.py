@@ -3,10 +3,13 @@ then came, whether it was verified or not. No torch here."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.request import Request, Status
 from engine.speculation.rights import Rights
 
-RECENT_LOOK = 1 / 16  # of one
+RECENT_LOOK, RECENT_OF_ONE = 1 / 16, 1 / 4  # of a look: of all requests; of its own
+WORTH = 0.15  # of a place's drafts of a request: with fewer right none is verified. Half and twice as many do as well
 
 
 class Looks:
@@ -14,7 +17,10 @@ class Looks:
 
     def __init__(self, rights: Rights) -> None:
         self._rights, self._most = rights, len(rights.own)
+        self._first = list(rights.own)
         self._num = 0
+        self._of_one: dict[int, tuple[int, list[float]]] = {}  # by request: looks that found something, how far right
+        self._limits: dict[int, int] = {}  # by request
         self._pending: dict[int, tuple[int, list[int]]] = {}  # by request: tokens that were known, and what was found
 
     def over(self, request: Request) -> bool:
@@ -30,16 +36,34 @@ class Looks:
         num = 0
         while num < len(found) and found[num] == came[num]:
             num += 1
+        verified = min(num, self.limit(request))
         self._num += 1
-        weight = max(RECENT_LOOK, 1 / (1 + self._num))
-        self._rights.change([right + weight * ((place < num) - right) for place, right in enumerate(self._rights.own)])
+        self._rights.change(_mean(self._rights.own, verified, max(RECENT_LOOK, 1 / (1 + self._num))))
+        if found:
+            count, right = self._of_one.get(request.request_id, (0, self._first))
+            count += 1
+            weight, known = max(RECENT_OF_ONE, 1 / (1 + count)), len(found)
+            right = [*_mean(right[:known], num, weight), *right[known:]]
+            self._of_one[request.request_id] = count, right
+            self._limits[request.request_id] = sum(part >= WORTH for part in right)
         return True
+
+    def limit(self, request: Request) -> int:
+        """So many drafts of that request, at most, are worth to be verified, by its looks that found something."""
+        return self._limits.get(request.request_id, self._most)
 
     def begin(self, request: Request, found: list[int]) -> None:
         self._pending[request.request_id] = len(request.tokens), found
 
     def forget(self, request: Request) -> None:
         self._pending.pop(request.request_id, None)
+        self._of_one.pop(request.request_id, None)
+        self._limits.pop(request.request_id, None)
+
+
+def _mean(right: Sequence[float], num: int, weight: float) -> list[float]:
+    """With one more of which so many were right."""
+    return [part + weight * ((place < num) - part) for place, part in enumerate(right)]
 
 
 def is_answering(request: Request) -> bool:

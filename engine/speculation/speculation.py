@@ -124,7 +124,12 @@ class Speculation:
         limit = min(limit, self.depth)
         if limit <= 0:
             return []
-        looks = self.looks if self.looks is not None and self.looks.over(request) else None
+        looks = None
+        if self.looks is not None:
+            looks = self.looks if self.looks.over(request) else None
+            limit = min(limit, self.looks.limit(request))
+            if not limit and looks is None:
+                return []
         first: list[int] = []
         drafts: list[int] = []
         for source, found in self._look_up(request, limit if looks is None else self.max_drafts):

@@ -88,8 +88,8 @@ class Trials:
         return (depth, trying | cold) if left // TURN % 2 else (self.chosen, cold)
 
     def begin(self, depth: int, steps: int, usual: Usual | None, kind: int) -> None:
-        """A trial. usual: what such steps took; None: not known yet. kind: it alternates with what was chosen, or texts
-        are not what they were."""
+        """A trial. usual: what such steps took; None: not known yet. kind: flags, by which it alternates with what was
+        chosen, or texts are not what they were."""
         if kind & PROMISING and usual is not None:
             usual.renew()
         elif usual is not None:  # none is what is taken unless another is certain to be better
@@ -97,5 +97,5 @@ class Trials:
         self.tried[depth] = self.tried.get(depth, 0) + 1
         self.tried_at[depth] = self.steps
         self.none_at = self.none_at if depth else self.steps
-        self.doubted, self.kind = self.doubted and depth > 0, kind
+        self.doubted, self.kind = self.doubted and depth > 0, kind & (ALTERNATES | PROMISING)
         self.trial, self.since = (depth, steps - 1), 0

@@ -8,8 +8,7 @@ from typing import NamedTuple
 # Flags. Of a trial: the step is one, and is not measured; the trial alternates with what was chosen, or is of what
 # promises to be better. The step has nothing but decodes; the rank has sequences that may have drafts.
 TRYING, COLD_STEP, ALTERNATES, PROMISING, DECODES, LEADS = (1 << bit for bit in range(6))
-KINDS = ALTERNATES | PROMISING
-TRIAL_FLAGS = TRYING | COLD_STEP | KINDS
+TRIAL_FLAGS = TRYING | COLD_STEP | ALTERNATES | PROMISING
 
 
 class Words(NamedTuple):

@@ -39,6 +39,11 @@ def copying(random: Random, count: int, copied: float) -> list[int]:
     return text
 
 
+def misleading(random: Random, count: int) -> list[int]:
+    """Runs of two occur again, and what follows is another token."""
+    return [random.randrange(40) for _ in range(count)]
+
+
 class Texts:
     """The requests of the ranks, one step after another."""
 

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 from amounts import examples
-from gate_texts import Texts, answering, copying, fresh
+from gate_texts import Texts, answering, copying, fresh, misleading
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +32,7 @@ def test_looks_tell_how_many_would_be_right(found_and_came: list[tuple[list[int]
         for token in came:
             assert not looks.over(request)
             request.tokens.append(token)
-        right.append(num_new(came, found) - 1)
+        right.append(min(num_new(came, found) - 1, looks.limit(request)))  # no more are verified
     assert looks.over(request)
     first = [FIRST_RIGHT, FIRST_RIGHT**2, FIRST_RIGHT**3]
     for depth in range(4):
@@ -114,3 +114,24 @@ def test_ranks_whose_texts_differ(ranks: list[tuple[int, float]], draft: float, 
     given = [[copying(random, 9000, copied) for _ in range(num)] for num, copied in ranks]
     rates = [Texts(nums, draft, always=depth).go(1500, given) for depth in range(6)]
     assert Texts(nums, draft).go(1500, given) > 0.85 * max(rates)
+
+
+@settings(max_examples=examples(10), deadline=None)
+@given(st.integers(1, 3), st.integers(2, 6), st.floats(0.05, 0.4), st.integers(0, 9))
+def test_texts_that_mislead_do_not_take_drafts_from_others(copies: int, others: int, draft: float, seed: int) -> None:
+    """Beside each fixed number of drafts of those that copy alone."""
+    random = Random(seed)
+    copying_texts = [copying(random, 9000, 0.9) for _ in range(copies)]
+    alone = [Texts([copies], draft * copies / (copies + others), always=depth) for depth in range(6)]
+    rates = [texts.go(1500, [copying_texts]) + others / (texts.at / 1500) for texts in alone]
+    texts = Texts([copies + others], draft)
+    assert texts.go(1500, [copying_texts + [misleading(random, 9000) for _ in range(others)]]) > 0.85 * max(rates)
+
+
+def test_what_is_always_wrong_is_verified_a_few_times_only() -> None:
+    random, texts = Random(3), Texts([4], draft=0.1, always=5)
+    texts.go(1000, [[misleading(random, 2000) for _ in range(4)]])
+    [speculation] = texts.speculations
+    assert speculation.num_drafts < 0.06 * 4 * 1000
+    again = [fresh(random, 9) * 40 for _ in range(4)]
+    assert texts.go(100, [again]) > 0.6 * 4 * 6 / (0.01 * 1.5), "and looked up all the same"

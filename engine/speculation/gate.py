@@ -370,10 +370,10 @@ class Gate(StepCompanion):
         self.times.serves(num, best)
 
     def _try(self, one: Trials, num: int, rates: dict[int, float], best: int, after: float) -> bool:
-        """Whether a trial begins. after: so many steps since the last one, where all are known."""
+        """Whether a trial begins, as the rank that leads. after: steps since the last one, where all are known."""
         promised = self._choice.promises(one, num, rates, best)
         tried = self._choice.to_try(one, num, rates, best, after) if promised is None else promised
-        if tried is None:
+        if tried is None or self._follows:
             return False
         usual = self.times.usual(num, tried)
         alternates = not self._speculation.models and one.chosen is not None and promised is None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 REQUESTS = 64  # of those that drafts were made of last, what prompts lose by it counts
-SHARE = 0.01  # of the time, that trials of what is known already may cost
+SHARE = 0.01  # of the time, that trials of what is known already may cost ...
+SHARE_OF_NONE = 0.005  # ... and while none at all is best
 
 
 class Costs:
@@ -13,9 +14,9 @@ class Costs:
         self.served = self.spent = self._trial = 0.0
         self._prompts, self._rows = 0.0, -1  # the first one compiles
 
-    def may_cost(self, seconds: float, ahead: float) -> bool:
+    def may_cost(self, seconds: float, ahead: float, share: float = SHARE) -> bool:
         """ahead: seconds, before they are paid for."""
-        return self.spent + max(0.0, self._trial) + seconds <= SHARE * self.served + ahead
+        return self.spent + max(0.0, self._trial) + seconds <= share * self.served + ahead
 
     def add_step(self, seconds: float, trying: bool, needed: float) -> None:
         """needed: that the best would have taken. A trial may have been better: then it has cost nothing."""

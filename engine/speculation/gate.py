@@ -367,7 +367,6 @@ class Gate(StepCompanion):
         one.choose(best, rates, most_held)
         self._choice.measured(one, best)
         self._best_rate = rates[best]
-        self.times.serves(num, best)
 
     def _try(self, one: Trials, num: int, rates: dict[int, float], best: int, after: float) -> bool:
         """Whether a trial begins, as the rank that leads. after: steps since the last one, where all are known."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 from operator import mul
 
-from engine.speculation.costs import SHARE, SHARE_OF_NONE
+from engine.speculation.costs import share_of
 from engine.speculation.meter import StepMeter
 from engine.speculation.speculation import Speculation
 from engine.speculation.times import MARGIN
@@ -90,8 +90,8 @@ class Choice:
         if not depth:
             tokens = max(tokens, num * self._speculation.usual_output)
         ahead = 0.0 if far[depth] else AHEAD * num * self.tokens(best) / best_rate
-        cost, share = tokens * loss_of(rates, depth, best), SHARE if best else SHARE_OF_NONE
-        return depth if self._meter.costs.may_cost(cost, ahead, share) else None
+        cost = tokens * loss_of(rates, depth, best)
+        return depth if self._meter.costs.may_cost(cost, ahead, share_of(best)) else None
 
 
 def loss_of(rates: Mapping[int, float], depth: int, best: int) -> float:

@@ -7,6 +7,11 @@ SHARE = 0.01  # of the time, that trials of what is known already may cost ...
 SHARE_OF_NONE = 0.005  # ... and while none at all is best
 
 
+def share_of(best: int) -> float:
+    """Where so many drafts are best."""
+    return SHARE if best else SHARE_OF_NONE
+
+
 class Costs:
     """Seconds: served, of all steps; spent, what trials cost. Of prompts that drafts were made of."""
 

@@ -100,7 +100,7 @@ class Gate(StepCompanion):
         self._num_rows = 0  # of the step before, of all ranks
         self._accepted = self._num_accepted = 0  # of this rank's drafts: since the last words; in all until then
         self._verifying = (0, False)  # whether the next step is one of a trial, and of this rank's
-        self._lately = deque[int]([], AGAIN)  # sequences of steps that decode, as sizes
+        self._lately = deque[int]([], AGAIN)  # this rank's sequences of steps that decode, as sizes
         self._schedule = Schedule(-1)  # the last one that was proposed
         self._words: tuple[int, ...] = ()  # of the last step
         self._like = Schedule(-1)  # steps as this one, nothing but decodes without drafts, have the same words:
@@ -173,7 +173,7 @@ class Gate(StepCompanion):
         if self.practises:
             self._want(self._lesson[0])
         elif self._adaptive and num and drafts.busy:
-            num = max(num, self._follows)
+            num = num if schedule.new_rows else max(num, self._follows)  # before those begin others may have ended
             one = self._trials_of(num)
             if schedule.warm and not any(schedule.warm):
                 one.tick()
@@ -181,7 +181,7 @@ class Gate(StepCompanion):
                     one.trial = (0, 0)
                 self._want(0, self._without * TRYING)
             elif decodes:
-                self._lately.append(size_of(num))
+                self._lately.append(size_of(len(schedule.rows)))
                 self._choose(one, num, not schedule.warm)
             else:  # many come one after another: the first of them begin as all go on, or some would have no drafts
                 num = max(num, max(set(self._lately), key=self._lately.count, default=0))
@@ -211,7 +211,7 @@ class Gate(StepCompanion):
         if self._past:
             self._trials_of(self._num_like).tick(self._past)
             if not self._like.warm:
-                self._lately.extend([size_of(self._num_like)] * self._past)
+                self._lately.extend([size_of(len(self._like.rows))] * self._past)
         self._left = self._past = 0
 
     def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook | None:

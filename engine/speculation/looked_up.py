@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine.speculation.choice import Choice, loss_of
-from engine.speculation.costs import SHARE, SHARE_OF_NONE
+from engine.speculation.costs import share_of
 from engine.speculation.meter import StepMeter
 from engine.speculation.speculation import Speculation
 from engine.speculation.trials import AGAIN, AHEAD, NEAR, PROMISE, TRIALS, TURN, Trials
@@ -78,14 +78,13 @@ class LookedUp(Choice):
             return None
         if one.doubted and best and self._better(num, best, 0) < NEAR:
             return 0
-        share = SHARE if best else SHARE_OF_NONE
         enough = CHANGED * best_rate / rates[0]  # tokens of a step: with drafts it takes at least as long as without
         others = [
             depth
             for depth in rates
             if depth != best
             and (not depth or self.tokens(depth) > enough)
-            and self._meter.costs.may_cost(UNPROMISED * self._cost(num, rates, depth, best), 0.0, share)
+            and self._meter.costs.may_cost(UNPROMISED * self._cost(num, rates, depth, best), 0.0, share_of(best))
         ]
         return min(others, key=lambda depth: (one.tried_at.get(depth, -1), -rates[depth]), default=None)
 

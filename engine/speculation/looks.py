@@ -9,7 +9,7 @@ from engine.request import Request, Status
 from engine.speculation.rights import Rights
 
 RECENT_LOOK, RECENT_OF_ONE = 1 / 16, 1 / 4  # of a look: of all requests; of its own
-WORTH = 0.15  # of a place's drafts of a request: with fewer right none is verified. Half and twice as many do as well
+WORTH = 0.15  # of a place's drafts of a request: with fewer right none is verified
 
 
 class Looks:
@@ -19,8 +19,8 @@ class Looks:
         self._rights, self._most = rights, len(rights.own)
         self._first = list(rights.own)
         self._num = 0
-        self._of_one: dict[int, tuple[int, list[float]]] = {}  # by request: looks that found something, how far right
-        self._limits: dict[int, int] = {}  # by request
+        # By request: looks that found something, how far they were right, and drafts that are worth it.
+        self._of_one: dict[int, tuple[int, list[float], int]] = {}
         self._pending: dict[int, tuple[int, list[int]]] = {}  # by request: tokens that were known, and what was found
 
     def over(self, request: Request) -> bool:
@@ -40,17 +40,17 @@ class Looks:
         self._num += 1
         self._rights.change(_mean(self._rights.own, verified, max(RECENT_LOOK, 1 / (1 + self._num))))
         if found:
-            count, right = self._of_one.get(request.request_id, (0, self._first))
+            count, right, _ = self._of_one.get(request.request_id, (0, self._first, 0))
             count += 1
             weight, known = max(RECENT_OF_ONE, 1 / (1 + count)), len(found)
             right = [*_mean(right[:known], num, weight), *right[known:]]
-            self._of_one[request.request_id] = count, right
-            self._limits[request.request_id] = sum(part >= WORTH for part in right)
+            self._of_one[request.request_id] = count, right, sum(part >= WORTH for part in right)
         return True
 
     def limit(self, request: Request) -> int:
         """So many drafts of that request, at most, are worth to be verified, by its looks that found something."""
-        return self._limits.get(request.request_id, self._most)
+        known = self._of_one.get(request.request_id)
+        return self._most if known is None else known[2]
 
     def begin(self, request: Request, found: list[int]) -> None:
         self._pending[request.request_id] = len(request.tokens), found
@@ -58,7 +58,6 @@ class Looks:
     def forget(self, request: Request) -> None:
         self._pending.pop(request.request_id, None)
         self._of_one.pop(request.request_id, None)
-        self._limits.pop(request.request_id, None)
 
 
 def _mean(right: Sequence[float], num: int, weight: float) -> list[float]:

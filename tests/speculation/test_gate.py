@@ -7,20 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from gate_steps import Steps, decodes, expected_tokens, filled, gate_of, measured, of_rank
+from gate_steps import Steps, decodes, expected_tokens, filled, gate_of, idle, measured, of_rank
 from rank_parts import Job, drive, mailbox_ranks, make_plan
 
 from configs.speculation import SpeculativeConfig
 from engine.agreement import StepPlan
 from engine.build import build_rank
 from engine.process.local_ranks import LocalRanks
-from engine.schedule import Schedule
+from engine.schedule import NewRow, Schedule
 from engine.speculation.gate import PRACTICE_SECONDS, Gate
 from engine.speculation.model_drafts import ModelDrafts
 from engine.speculation.speculation import Speculation
 from engine.speculation.times import LATELY, StepTimes, Usual, size_of
 from engine.speculation.trials import AGAIN, TRIALS
 from engine.speculation.words import DECODES, LEADS
+from front.messages import SamplingParams
 from models.tiny import CHECKPOINT
 
 pytestmark = pytest.mark.speculation
@@ -158,6 +159,17 @@ def test_the_rank_with_most_sequences_decides() -> None:
     schedule = Schedule(0)
     hook.begin(schedule)
     assert schedule.draft_depth == 1
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_request_that_begins_alone_begins_so(count: int) -> None:
+    """Beside another rank's many sequences this one thinks about these, but they may have ended."""
+    gate = gate_of(filled(STEPS, DRAFTING), [0.8, 0.7])
+    gate.propose(Schedule(0))
+    gate.join(StepPlan(0, True, False, (0, 64), (9, 9)), [idle(gate), of_rank(gate, 0, 0, 65, DECODES | LEADS, 0)])
+    assert gate.propose(decodes(1))[:2] == (0, 0)
+    new = NewRow(0, 0, [1], 1, SamplingParams(), 0, ())
+    assert gate.propose(Schedule(1, [], [new], rows=[0], counts=[count]))[:2] == (2, 2)
 
 
 def test_no_more_is_drafted_than_may_be_verified() -> None:

@@ -1,13 +1,13 @@
 """How many drafts a request gets: as many as make most tokens per second, by what was measured (docs/speculation.md).
 
-Times are those of the steps that serve (engine/speculation/times.py), until there are any those of practice before the
-rank was ready: only how they compare counts, as what is chosen is measured at once, and the others are taken to have
-changed by as much. What is not chosen is measured in turn by a few steps with it (a *trial*), as soon as all trials
-together cost no more than a hundredth of the time. A trial costs what its steps took longer than the best number would
-have for as many tokens. Where the model drafts, one without drafts lasts until its requests end, since they lose the
-thread by it, and is charged to that end. A number of drafts that practice could not measure, and that might be the
-best, is tried at once. Where drafts are looked up (engine/speculation/looked_up.py), trials alternate with what was
-chosen, and begin at once where texts have become such that another number would be the best.
+Times are those of the steps that serve (engine/speculation/times.py), until there are any those of practice: only how
+they compare counts, as what is chosen is measured at once, and the others are taken to have changed by as much. What is not chosen is measured in turn by a few steps with it (a *trial*), as soon as all trials
+together cost no more than a hundredth of the time, and compared when what was chosen has been measured again behind it.
+A trial costs what its steps took longer than the best number would have for as many tokens. Where the model drafts, one
+without drafts lasts until its requests end, since they lose the thread by it, and is charged to that end. A number of
+drafts that practice could not measure, and that might be the best, is tried at once. Where drafts are looked up
+(engine/speculation/looked_up.py), trials alternate with what was chosen, and begin at once where texts have become such
+that another number would be the best.
 
 What decodes gain has to pay for what prompts lose: of a model that drafts the passes over prompts are measured too, and
 divided among the tokens that requests usually have.
@@ -15,9 +15,8 @@ divided among the tokens that requests usually have.
 Each rank says what it would do in the record of every step (engine/speculation/words.py), and all do what the rank
 with most sequences said: the passes of a layer that drafts are exchanges between all of them, and a step is over when
 all have computed it. So all learn the same of what a step took, of so many sequences as that rank has, and think about
-these. Where drafts are looked up some requests have none, or
-fewer than are wanted: what a step took is then divided by the tokens that it brought on all ranks, and what drafts
-would bring is known of the texts of all.
+these. Where drafts are looked up some requests have none, or fewer than are wanted: what a step took is then divided by
+the tokens that it brought on all ranks, and what drafts would bring is known of the texts of all.
 """
 
 from __future__ import annotations
@@ -295,7 +294,7 @@ class Gate(StepCompanion):
         rates = self._choice.rates(num)
         if one.trial[1] and one.since >= FIRST:
             one.end(PROOF)  # it was long enough
-        compares = not one.trial[1] and not one.proving
+        compares = not (one.trial[1] or one.proving or (self._without and one.chosen))
         if compares:
             one.proves = None
         if compares and 0 in rates:  # while requests have lost the thread nothing else chooses
@@ -309,6 +308,8 @@ class Gate(StepCompanion):
         """warm: all of them may have drafts. Others are not measured."""
         one.tick()
         models = self._speculation.models
+        if self._without and warm and not one.trial[1]:
+            one.end(PROOF)  # only now: requests of a trial without drafts had none behind it either
         self._without = self._without and not warm
         if one.alternates and not one.steps % LOOK and self._promises(one, num):
             self._end(one, num)

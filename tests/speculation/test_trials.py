@@ -114,6 +114,19 @@ def test_a_machine_that_is_slower_for_a_while_does_not_change_the_choice(three: 
     assert sum(depth == best for depth in made) > 0.8 * len(made)  # one near to it is tried again and again
 
 
+def test_none_at_all_is_compared_with_what_is_measured_behind_it() -> None:
+    """Its requests go on without drafts after the trial: steps of these prove nothing of what was chosen. From the trial
+    on all steps take less."""
+    gate = gate_of(practised(1, [0.01, 0.0142]), [0.9])
+    steps = Steps(gate, 1, [0.01, 0.0142], length=100, prompt=0.02)
+    while not (gate._trials and gate._without):
+        assert steps.step < 5000
+        steps.go(1)
+    steps.noise = lambda: 0.7
+    steps.go(int(100 - steps.done))
+    assert set(steps.go(50)) == {1}, "the request behind it has drafts to its end"
+
+
 @pytest.mark.parametrize("slower", [0.8, 1.0, 1.3])
 def test_it_is_not_misled_by_what_else_the_machine_does(slower: float) -> None:
     """Every step takes longer by chance, some of them much; three drafts make so much more or less than none, and an

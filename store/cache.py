@@ -2,8 +2,9 @@
 instead of reading and packing a checkpoint.
 
 A file appears under its name when it is whole (rename(2)), is never written to again, and is used only when it and its
-directory are this user's and nobody else may write to them. All files together take at most half of what would be free
-without them: the least recently used ones make room.
+directory are this user's and nobody else may write to them. What a process that ended earlier had written the next one
+compares and goes on from there, so that also servers that each run for a moment come to the end of it. All files
+together take at most half of what would be free without them: the least recently used ones make room.
 """
 
 from __future__ import annotations
@@ -58,14 +59,13 @@ class WeightCache:
             raise PermissionError(errno.EPERM, "the directory is another user's, or others may write to it")
         assert complete_key(source) == key
         size = os.fstat(source).st_size
-        self._sweep()
-        if not self._make_room(size):
-            return False
-        draft, file = self._begun(key)
+        draft, file = self._left(key) or self._begun(key)
         try:
-            done = 0
-            while done < size:
-                done += os.sendfile(file, source, done, min(CHUNK, size - done))
+            self._sweep()
+            if not self._make_room(size, os.fstat(file).st_size):
+                draft.unlink()
+                return False
+            _copy(source, file, size)
             os.fsync(file)
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # what was written lies in small pages
             with brought_in(file):
@@ -79,16 +79,25 @@ class WeightCache:
             os.close(file)
         return True
 
+    def _left(self, key: str) -> tuple[Path, int] | None:
+        """The draft of a process that has ended, locked; None: there is none."""
+        for draft in self.directory.glob(f"{key}-*{DRAFT}"):
+            with contextlib.suppress(OSError):
+                file = os.open(draft, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                if _is_ours(os.fstat(file)) and _locked(file):
+                    return draft, file
+                os.close(file)
+        return None
+
     def _begun(self, key: str) -> tuple[Path, int]:
         """A new draft, locked as long as this process lives: others leave it alone. Its name is chance, as processes of
         two containers may have one number."""
         while True:
             draft = self.directory / f"{key}-{secrets.token_hex(8)}{DRAFT}"
             file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if os.fstat(file).st_nlink:
+            if _locked(file):
                 return draft, file
-            os.close(file)  # another process has swept it away before it was locked
+            os.close(file)
 
     def _path(self, key: str) -> Path:
         return self.directory / f"{key}{SUFFIX}"
@@ -96,22 +105,20 @@ class WeightCache:
     def _sweep(self) -> None:
         """Remove the drafts of processes that have ended."""
         for draft in self.directory.glob(f"*{DRAFT}"):
-            with (
-                contextlib.suppress(OSError),
-                _opened(draft) as file,
-            ):  # also BlockingIOError: another process writes it
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                draft.unlink()
+            with contextlib.suppress(OSError), _opened(draft) as file:
+                if _locked(file):
+                    draft.unlink()
 
-    def _make_room(self, size: int) -> bool:
-        """Whether there is room, after the least recently used files have gone."""
+    def _make_room(self, size: int, drafted: int) -> bool:
+        """Whether there is room, after the least recently used files have gone. drafted: bytes of it that are on the disk
+        already."""
         found = []
         for path in self.directory.glob(f"*{SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):  # another process has removed it
                 status = path.stat()
                 found.append((status.st_mtime, status.st_size, path))
         own = sum(freed for _, freed, _ in found)
-        most = (shutil.disk_usage(self.directory).free + own) // 2
+        most = (shutil.disk_usage(self.directory).free + drafted + own) // 2
         if size > most:
             return False
         for _, freed, path in sorted(found):
@@ -124,6 +131,28 @@ class WeightCache:
 
 def _is_ours(status: os.stat_result) -> bool:
     return status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o022
+
+
+def _locked(file: int) -> bool:
+    """Whether this process has it alone, and nobody has removed it before."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:  # another process writes it
+        return False
+    return os.fstat(file).st_nlink > 0
+
+
+def _copy(source: int, file: int, size: int) -> None:
+    """What is there already and equal is left: a machine that lost its power may have kept other bytes of it."""
+    done, begun = 0, min(os.fstat(file).st_size, size)
+    os.ftruncate(file, begun)
+    while done < size:
+        count = min(CHUNK, size - done)
+        if done + count <= begun and os.pread(file, count, done) == os.pread(source, count, done):
+            done += count
+        else:
+            os.lseek(file, done, os.SEEK_SET)
+            done += os.sendfile(file, source, done, count)
 
 
 @contextlib.contextmanager

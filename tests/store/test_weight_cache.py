@@ -15,7 +15,7 @@ from served import served, until
 from streams import wave
 from test_losing_all import copied, ranks_of
 
-from store.cache import WeightCache
+from store.cache import CHUNK, WeightCache
 from store.key import weights_key
 from store.memory import Store, make_store
 
@@ -94,9 +94,49 @@ def test_it_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_drafts_of_the_dead_are_removed(tmp_path: Path) -> None:
-    (tmp_path / f"{KEY}-1.draft").write_bytes(b"half")
+    for name in (f"{KEY}-1.draft", f"{KEY}-2.draft", "other-1.draft"):
+        (tmp_path / name).write_bytes(b"half")
     assert WeightCache(tmp_path).write(full_store(KEY, b"weights"), KEY)
     assert [path.name for path in tmp_path.iterdir()] == [f"{KEY}.weights"]
+
+
+@pytest.mark.parametrize("more", [-5 << 20, 1 << 20])
+def test_what_another_had_begun_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int) -> None:
+    """Only what is not there or not the same is written, also where the draft is longer than the store."""
+    source = full_store(KEY, os.urandom(4 * CHUNK + 1000))
+    size = os.fstat(source).st_size
+    whole = os.pread(source, size, 0)
+    draft = tmp_path / f"{KEY}-1.draft"
+    half = bytearray((whole + bytes(1 << 20))[: size + more])
+    half[CHUNK + 77] ^= 1
+    draft.write_bytes(half)
+    number, places, send = draft.stat().st_ino, [], os.sendfile
+
+    def sendfile(file: int, source: int, place: int, count: int) -> int:
+        places.append(place)
+        return send(file, source, place, count)
+
+    monkeypatch.setattr(os, "sendfile", sendfile)
+    assert WeightCache(tmp_path).write(source, KEY)
+    (found,) = tmp_path.iterdir()
+    assert (found.name, found.stat().st_ino) == (f"{KEY}.weights", number) and found.read_bytes() == whole
+    assert CHUNK in places and not {0, 2 * CHUNK} & set(places)
+
+
+def test_a_writer_that_is_killed_leaves_what_it_has_written(tmp_path: Path) -> None:
+    source = full_store(KEY, os.urandom(6 * CHUNK))
+    pid = os.fork()
+    if not pid:  # killed while it waits for the second piece
+        begun = iter([os.sendfile])
+        os.sendfile = lambda *what: next(begun, lambda *_: os.kill(os.getpid(), 9))(*what)  # type: ignore[assignment]
+        WeightCache(tmp_path).write(source, KEY)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == 9
+    (draft,) = tmp_path.iterdir()
+    assert draft.stat().st_size == CHUNK and WeightCache(tmp_path).find(KEY) is None
+    assert WeightCache(tmp_path).write(source, KEY)
+    (found,) = tmp_path.iterdir()
+    assert found.read_bytes() == os.pread(source, os.fstat(source).st_size, 0)
 
 
 def test_two_that_write_at_once_do_not_share_a_draft(tmp_path: Path) -> None:

@@ -110,8 +110,8 @@ class WeightCache:
                     draft.unlink()
 
     def _make_room(self, size: int, drafted: int) -> bool:
-        """Whether there is room, after the least recently used files have gone. drafted: bytes of it that are on the disk
-        already."""
+        """Whether there is room, after the least recently used files have gone. drafted: bytes of it that are
+        there already."""
         found = []
         for path in self.directory.glob(f"*{SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):  # another process has removed it

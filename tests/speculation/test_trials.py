@@ -115,8 +115,8 @@ def test_a_machine_that_is_slower_for_a_while_does_not_change_the_choice(three: 
 
 
 def test_none_at_all_is_compared_with_what_is_measured_behind_it() -> None:
-    """Its requests go on without drafts after the trial: steps of these prove nothing of what was chosen. From the trial
-    on all steps take less."""
+    """Its requests go on without drafts after the trial: steps of these prove nothing of what was chosen. From the
+    trial on all steps take less."""
     gate = gate_of(practised(1, [0.01, 0.0142]), [0.9])
     steps = Steps(gate, 1, [0.01, 0.0142], length=100, prompt=0.02)
     while not (gate._trials and gate._without):

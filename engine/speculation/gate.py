@@ -1,14 +1,13 @@
 """How many drafts a request gets: as many as make most tokens per second, by what was measured (docs/speculation.md).
 
 Times are those of the steps that serve (engine/speculation/times.py), until there are any those of practice: only how
-they compare counts, as what is chosen is measured at once, and the others are taken to have changed by as much. What
-is not chosen is measured in turn by a few steps with it (a *trial*), as soon as all trials together cost no more than
-a hundredth of the time, and compared when what was chosen has been measured again behind it. A trial costs what its
-steps took longer than the best number would have for as many tokens. Where the model drafts, one without drafts lasts
-until its requests end, since they lose the thread by it, and is charged to that end. A number of drafts that practice
-could not measure, and that might be the best, is tried at once. Where drafts are looked up
-(engine/speculation/looked_up.py), trials alternate with what was chosen, and begin at once where texts have become
-such that another number would be the best.
+they compare counts, as what is chosen is measured at once, and the others are taken to have changed by as much. What is
+not chosen is measured in turn by a few steps with it (a *trial*), as soon as all trials together cost no more than a
+hundredth of the time, and compared when what was chosen has been measured again behind it. A trial costs what its steps
+took longer than the best number would have for as many tokens. Where the model drafts, one without drafts lasts until
+its requests end, since they lose the thread by it, and is charged to that end. A number of drafts that is not known and
+might be the best is tried at once. Where drafts are looked up (engine/speculation/looked_up.py), trials alternate with
+what was chosen, and begin at once where texts have become such that another number would be the best.
 
 What decodes gain has to pay for what prompts lose: of a model that drafts the passes over prompts are measured too, and
 divided among the tokens that requests usually have.

@@ -3,8 +3,8 @@ instead of reading and packing a checkpoint.
 
 A file appears under its name when it is whole (rename(2)), is never written to again, and is used only when it and its
 directory are this user's and nobody else may write to them. What a process that ended earlier had written the next one
-compares and goes on from there, so that also servers that each run for a moment come to the end of it. All files
-together take at most half of what would be free without them: the least recently used ones make room.
+compares and goes on from there, if it lives so long. All files together take at most half of what would be free without
+them: the least recently used ones make room.
 """
 
 from __future__ import annotations

@@ -308,7 +308,7 @@ class Gate(StepCompanion):
         """warm: all of them may have drafts. Others are not measured."""
         one.tick()
         models = self._speculation.models
-        if self._without and warm and not one.trial[1]:
+        if self._without and warm and not any(one.trial):
             one.end(PROOF)  # only now: requests of a trial without drafts had none behind it either
         self._without = self._without and not warm
         if one.alternates and not one.steps % LOOK and self._promises(one, num):

@@ -129,8 +129,10 @@ def test_a_writer_that_is_killed_leaves_what_it_has_written(tmp_path: Path) -> N
     if not pid:  # killed while it waits for the second piece
         begun = iter([os.sendfile])
         os.sendfile = lambda *what: next(begun, lambda *_: os.kill(os.getpid(), 9))(*what)  # type: ignore[assignment]
-        WeightCache(tmp_path).write(source, KEY)
-        os._exit(0)
+        try:
+            WeightCache(tmp_path).write(source, KEY)
+        finally:
+            os._exit(0)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == 9
     (draft,) = tmp_path.iterdir()
     assert draft.stat().st_size == CHUNK and WeightCache(tmp_path).find(KEY) is None

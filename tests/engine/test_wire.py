@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import select
 import socket as socketlib
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import zmq
 
+from engine.process.rank_loop import run
 from front.messages import (
     Abort,
     AddRequest,
@@ -24,7 +27,16 @@ from front.messages import (
     Shutdown,
     TokenOutput,
 )
-from front.wire import NotConnected, Numbers, RankSocket, Reporter, ZmqDoorbell, ZmqRanks, sleep_until_called
+from front.wire import (
+    LINGER_SECONDS,
+    NotConnected,
+    Numbers,
+    RankSocket,
+    Reporter,
+    ZmqDoorbell,
+    ZmqRanks,
+    sleep_until_called,
+)
 
 DEADLINE = 5.0
 
@@ -260,3 +272,19 @@ def test_the_supervisor_tells_of_a_rank_that_is_gone(endpoint: str) -> None:
     until(lambda: bool(came.extend(second.poll(0.05))) or change in came)
     for part in (reporter, second, ranks):
         part.close()
+
+
+def test_a_rank_that_fails_before_the_front_listens_is_heard(endpoint: str, tmp_path: Path) -> None:
+    """It outlives by its report what another end would wait for its last messages."""
+    options = argparse.Namespace(
+        plan=tmp_path / "none.json", rank=0, runtime_dir=tmp_path, memory=None, front=endpoint, network=None, join=False
+    )
+    with ThreadPoolExecutor(1) as threads:
+        code = threads.submit(run, options)
+        with pytest.raises(TimeoutError):
+            code.result(LINGER_SECONDS + 0.3)
+        ranks = ZmqRanks(endpoint, 1)
+        (failed,) = ranks.receive(DEADLINE)
+        assert isinstance(failed, RankFailed) and "none.json" in failed.error
+        assert code.result(DEADLINE) == 3
+    ranks.close()

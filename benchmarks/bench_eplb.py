@@ -2,8 +2,9 @@
 
     python benchmarks/bench_eplb.py [--part times] [--part routing] [--part recording] [--part live] [--repeats 20] [--json]
 
-times: a full plan, new shares and a few moves for 58 layers of 256 experts on 32 ranks of 9 slots, on one thread: ms of
-its CPU time.
+times: a full plan, new shares and a few moves for 58 layers of 256 experts on 32 ranks of 9 slots, and what the ranks
+work out when one is lost or comes back (repair_..., slot_tables; everywhere: 8 ranks of one machine, each of which has
+every expert), on one thread: ms of its CPU time.
 routing: from experts to slots by hash and shares (ep.place.SlotTable), beside replica = token index modulo replicas;
 us of CPU time per call of one layer, the two ways in turns.
 recording, live: benchmarks/eplb_live.py; real servers of 4 ranks on the embedded model.
@@ -28,13 +29,15 @@ import torch
 from eplb_live import live, recording
 from torch import Tensor
 
-from ep.place import SlotTable
+from ep.place import SlotTable, slot_tables
 from eplb.mover import improve
-from eplb.placement import Placement
+from eplb.placement import Placement, linear_placement
 from eplb.planner import plan
+from eplb.repair import repair
 from eplb.shares import reweight
 
 LAYERS, EXPERTS, RANKS, SLOTS, TOP_K = 58, 256, 32, 9, 8
+EVERYWHERE = 8  # ranks of one machine, whose store has every expert
 PARTS = ("times", "routing", "recording", "live")
 
 
@@ -66,6 +69,9 @@ def times(repeats: int) -> dict[str, Any]:
     first = plan(load, RANKS, SLOTS, failure_domains=nodes).placement
     steps = [drifted(load, rng, 0.05) for _ in range(64)]
     ids = first.slot_to_expert
+    without = (True,) * (RANKS - 1) + (False,)
+    left = repair(first, without, 1)
+    everywhere = linear_placement(LAYERS, EXPERTS, EVERYWHERE, EXPERTS, stores=(0,) * EVERYWHERE)
     turn = 0
 
     def following() -> npt.NDArray[np.float64]:
@@ -89,6 +95,11 @@ def times(repeats: int) -> dict[str, Any]:
         "placement_object": timed(
             lambda: Placement(1, EXPERTS, ids, first.share, first.alive, first.failure_domains), repeats
         ),
+        "repair_loss": timed(lambda: repair(first, without, 1), repeats),
+        "repair_return": timed(lambda: repair(left, first.alive, 2), repeats),
+        "repair_everywhere": timed(lambda: repair(everywhere, (*everywhere.alive[1:], False), 1), repeats),
+        "slot_tables": timed(lambda: slot_tables(left, 0), repeats),
+        "slot_tables_everywhere": timed(lambda: slot_tables(everywhere, 0), repeats),
         "layers": LAYERS,
         "ranks": RANKS,
     }

@@ -154,6 +154,7 @@ class FormerCache:
     def __init__(self, paths: Callable[[int], Sequence[Path]], layout: Layout, alive: Callable[[int], bool]) -> None:
         self._paths = paths
         self._layout = layout
+        self._digest = layout.digest
         self._alive = alive
         self._parts = parts_of(layout.spec, layout.sizes.block_size)
 
@@ -167,7 +168,7 @@ class FormerCache:
                 continue
             try:
                 life, process, digest = _read_header(file)
-                if not life or digest != self._layout.digest or self._alive(process):
+                if not life or digest != self._digest or self._alive(process):
                     continue
                 size, sizes = self._layout.small_bytes, self._layout.sizes
                 raw = os.pread(file, size, HEADER_BYTES)

@@ -14,7 +14,7 @@ import dbo.alive as alive
 from dbo.steps import Steps
 from ep.experts import GATED, ExpertKind, Experts
 from ep.parallel import Parallel
-from ep.place import SlotTable
+from ep.place import SlotTable, slot_tables
 from ep.protocol import AllToAll, Routing
 from ep.recorder import Kind
 from moe_kernels import TokenBatch, add_rows, as_dtype
@@ -116,13 +116,12 @@ class MoELayers:
         placement = parallel.placement
         if placement is None:
             raise ValueError("a model with routed experts needs a placement of them")
-        self._parallel = parallel
-        self._placement = placement
+        self._num_experts = placement.num_experts
+        self._tables = iter(slot_tables(placement, parallel.rank, device))
         self._sizes = (placement.slots_per_rank, hidden_size)
         self._lanes = parallel.make_lanes(*self._sizes)
         self._dtype = dtype
         self._device = device
-        self._num_made = 0
 
     def make(
         self,
@@ -134,10 +133,8 @@ class MoELayers:
     ) -> MoE:
         """The next layer; see MoE. whole: each rank has all of its experts, and no placement knows it."""
         num_slots, hidden_size = self._sizes
-        count = self._placement.num_experts if whole else num_slots
+        count = self._num_experts if whole else num_slots
         experts = Experts(count, hidden_size, moe_intermediate_size, self._dtype, self._device, kind)
         if whole:
             return MoE(router, experts, (), None, shared, exchanges=False)
-        table = SlotTable(self._placement, self._num_made, self._parallel.rank, self._device)
-        self._num_made += 1
-        return MoE(router, experts, self._lanes, table, shared)
+        return MoE(router, experts, self._lanes, next(self._tables), shared)

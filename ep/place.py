@@ -139,7 +139,7 @@ def _rows(placement: Placement, layers: Sequence[int]) -> list[_Rows]:
     # The slots of the live ranks, numbered without gaps.
     ids_LP = placement.slot_to_expert[list(layers)][:, live].reshape(len(layers), -1)
     share_LP = placement.share[list(layers)][:, live].reshape(len(layers), -1).astype(np.float64)
-    layer_U, slot_U = np.nonzero(ids_LP >= 0)
+    layer_U, slot_U = np.nonzero(share_LP)  # a spare has no tokens
     key_U = layer_U * num_experts + ids_LP[layer_U, slot_U]
     order_U = np.argsort(key_U, kind="stable")
     key_U, slot_U, share_U = key_U[order_U], slot_U[order_U], share_LP[layer_U, slot_U][order_U]

@@ -101,25 +101,25 @@ class Placement(Struct, frozen=True, eq=False):
         for rank in dead:
             if share[:, rank].any():
                 raise ValueError(f"placement: rank {rank} is not alive but holds a share; it must be 0")
-        live = np.array(self.alive, dtype=bool)
-        for layer in range(self.num_layers):
-            held = ids[layer][live].ravel()
-            covered = np.zeros(self.num_experts, dtype=bool)
-            covered[held[held >= 0]] = True
-            if not covered.all():
-                missing = np.flatnonzero(~covered)
-                raise ValueError(
-                    f"placement: layer {layer}: {missing.size} expert(s) have no slot on a live rank, "
-                    f"the first is {missing[0]}"
-                )
-            used = ids[layer] >= 0
-            sums = np.bincount(ids[layer][used], weights=share[layer][used], minlength=self.num_experts)
-            worst = int(np.abs(sums - 1).argmax())
-            if abs(sums[worst] - 1) > _SHARE_TOLERANCE:
-                raise ValueError(
-                    f"placement: layer {layer}: the shares of expert {worst} sum to {sums[worst]:.4f}; they must sum "
-                    f"to 1 within {_SHARE_TOLERANCE}"
-                )
+        # All layers in one count, each with numbers of its own for its experts; unused slots have the last one.
+        shape = self.num_layers, self.num_experts
+        key_LGS = np.where(ids < 0, shape[0] * shape[1], ids + self.num_experts * np.arange(shape[0])[:, None, None])
+        live_N = key_LGS[:, np.array(self.alive, dtype=bool)].ravel()
+        copies_LE = np.bincount(live_N, minlength=shape[0] * shape[1] + 1)[:-1].reshape(shape)
+        for layer in np.flatnonzero((copies_LE == 0).any(1)):
+            missing = np.flatnonzero(copies_LE[layer] == 0)
+            raise ValueError(
+                f"placement: layer {layer}: {missing.size} expert(s) have no slot on a live rank, "
+                f"the first is {missing[0]}"
+            )
+        sums = np.bincount(key_LGS.ravel(), weights=share.ravel(), minlength=shape[0] * shape[1] + 1)[:-1]
+        off_LE = np.abs(sums.reshape(shape) - 1)
+        for layer in np.flatnonzero((off_LE > _SHARE_TOLERANCE).any(1)):
+            worst = int(off_LE[layer].argmax())
+            raise ValueError(
+                f"placement: layer {layer}: the shares of expert {worst} sum to {sums.reshape(shape)[layer, worst]:.4f};"
+                f" they must sum to 1 within {_SHARE_TOLERANCE}"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -291,21 +291,35 @@ def owner_shares(slot_to_expert: npt.NDArray[np.int32], num_experts: int) -> npt
     Experts with fewest copies choose first; each takes its slot on the rank that owns fewest so far, the first of
     equals.
     """
-    share = np.zeros(slot_to_expert.shape, dtype=np.float32)
-    num_ranks, slots = slot_to_expert.shape[1:]
-    for ids, out in zip(slot_to_expert, share, strict=True):
-        flat = ids.ravel()
-        place_N = np.flatnonzero(flat >= 0)
-        place_N = place_N[np.argsort(flat[place_N], kind="stable")]
-        copies_E = np.bincount(flat[place_N], minlength=num_experts)
-        places = np.split(place_N, np.cumsum(copies_E)[:-1])
-        owned = [0] * num_ranks
-        for expert in np.argsort(copies_E, kind="stable"):
-            if copies_E[expert]:
-                place = min(places[expert].tolist(), key=lambda place: owned[place // slots])
-                owned[place // slots] += 1
-                out.reshape(-1)[place] = 1.0
-    return share
+    layers, num_ranks, slots = slot_to_expert.shape
+    if layers > 1 and (slot_to_expert == slot_to_expert[:1]).all():
+        return np.repeat(owner_shares(slot_to_expert[:1], num_experts), layers, axis=0)
+    # The places of each expert, in order, and behind them the one after the last, as often as fills the row.
+    ids_LP, end = slot_to_expert.reshape(layers, num_ranks * slots), num_ranks * slots
+    layer_U, place_U = np.nonzero(ids_LP >= 0)
+    key_U = layer_U * num_experts + ids_LP[layer_U, place_U]
+    order_U = np.argsort(key_U, kind="stable")
+    key_U, place_U = key_U[order_U], place_U[order_U]
+    copies_N = np.bincount(key_U, minlength=layers * num_experts)
+    place_NC = np.full((layers * num_experts, copies_N.max(initial=1)), end)
+    place_NC[key_U, np.arange(len(key_U)) - (np.cumsum(copies_N) - copies_N)[key_U]] = place_U
+
+    copies_LE, layer_L1 = copies_N.reshape(layers, num_experts), np.arange(layers)[:, None]
+    place_LEC = place_NC.reshape(*copies_LE.shape, place_NC.shape[1])[
+        layer_L1, copies_LE.argsort(axis=1, kind="stable")
+    ]
+    owned = np.zeros((layers, num_ranks + 1), dtype=np.int64)
+    owned[:, num_ranks] = num_experts + 1  # only an expert without a slot chooses what is behind the last rank
+    owned = owned.ravel()
+    owner_LEC = layer_L1[:, :, None] * (num_ranks + 1) + place_LEC // slots
+    choice_LE = np.zeros(copies_LE.shape, dtype=np.int64)
+    for turn in range(num_experts):
+        owner_LC = owner_LEC[:, turn]
+        choice_LE[:, turn] = choice_L = owned.take(owner_LC).argmin(1)
+        owned[owner_LC[layer_L1[:, 0], choice_L]] += 1
+    share_LP = np.zeros((layers, end + 1), dtype=np.float32)
+    share_LP[layer_L1, place_LEC[layer_L1, np.arange(num_experts), choice_LE]] = 1.0
+    return share_LP[:, :end].reshape(slot_to_expert.shape)
 
 
 def _fill_with_replicas(ids: npt.NDArray[np.int32], num_experts: int, domains: tuple[int, ...]) -> None:

@@ -40,7 +40,8 @@ def facts_of(
     """What is so on this machine. Imports nothing."""
     on_gpu = choice.on_gpu(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    installed = frozenset(name for name, package in _PACKAGES.items() if importlib.util.find_spec(package) is not None)
+    asked = {} if capability is None else _PACKAGES  # a search of folders for each; without a GPU none can run
+    installed = frozenset(name for name, package in asked.items() if importlib.util.find_spec(package) is not None)
     return MlaFacts(shape, dtype, on_gpu, capability, installed, fp8_cache, block_size)
 
 

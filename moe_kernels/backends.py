@@ -46,7 +46,8 @@ def facts_of(
 ) -> ExpertFacts:
     """What is so on this machine. Imports nothing."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    installed = frozenset(name for name, package in _PACKAGES.items() if importlib.util.find_spec(package) is not None)
+    asked = {} if capability is None else _PACKAGES  # a search of folders for each; without a GPU none can run
+    installed = frozenset(name for name, package in asked.items() if importlib.util.find_spec(package) is not None)
     where = can_pack(dtype, device), on_gpu(device), capability, installed
     return ExpertFacts(hidden, width, dtype, form, *where, kind)
 

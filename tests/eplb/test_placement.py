@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from eplb.placement import Placement, at_hand_everywhere, linear_placement, slots_needed
+from eplb.placement import Placement, at_hand_everywhere, linear_placement, owner_shares, slots_needed
 from eplb.repair import diff, repair
 
 
@@ -137,6 +137,28 @@ def test_linear_placement_properties(num_layers: int, num_experts: int, num_rank
         if slots <= num_experts:
             for rank in range(num_ranks):
                 assert len(set(filled.experts_of(layer, rank))) == slots  # never the same expert twice on a rank
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(0, 4), st.integers(1, 12), st.integers(1, 5), st.integers(1, 6)),
+    same=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_owner_shares(sizes: tuple[int, int, int, int], same: bool, seed: int) -> None:
+    """One expert after the other, those with fewest slots first: on the rank that has fewest by then."""
+    layers, num_experts, num_ranks, slots = sizes
+    ids = np.random.default_rng(seed).integers(-1, num_experts, (layers, num_ranks, slots), dtype=np.int32)
+    ids = np.array([ids[0]] * layers) if same and layers else ids
+    expected = np.zeros(ids.shape, dtype=np.float32)
+    for layer, held in enumerate(ids):
+        places = [np.argwhere(held == expert).tolist() for expert in range(num_experts)]
+        owned = [0] * num_ranks
+        for choices in sorted(filter(None, places), key=len):
+            rank, slot = min(choices, key=lambda place: owned[place[0]])
+            owned[rank] += 1
+            expected[layer, rank, slot] = 1
+    assert (owner_shares(ids, num_experts) == expected).all()
 
 
 @pytest.mark.store

@@ -1,6 +1,7 @@
 """The balancer's own costs, and a live rebalance under load.
 
-    python benchmarks/bench_eplb.py [--part times] [--part routing] [--part recording] [--part live] [--repeats 20] [--json]
+    python benchmarks/bench_eplb.py [--part times] [--part routing] [--part recording] [--part live] [--repeats 20]
+        [--json]
 
 times: a full plan, new shares and a few moves for 58 layers of 256 experts on 32 ranks of 9 slots, and what the ranks
 work out when one is lost or comes back (repair_..., slot_tables; everywhere: 8 ranks of one machine, each of which has

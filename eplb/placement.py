@@ -113,12 +113,13 @@ class Placement(Struct, frozen=True, eq=False):
                 f"the first is {missing[0]}"
             )
         sums = np.bincount(key_LGS.ravel(), weights=share.ravel(), minlength=shape[0] * shape[1] + 1)[:-1]
-        off_LE = np.abs(sums.reshape(shape) - 1)
+        sums_LE = sums.reshape(shape)
+        off_LE = np.abs(sums_LE - 1)
         for layer in np.flatnonzero((off_LE > _SHARE_TOLERANCE).any(1)):
             worst = int(off_LE[layer].argmax())
             raise ValueError(
-                f"placement: layer {layer}: the shares of expert {worst} sum to {sums.reshape(shape)[layer, worst]:.4f};"
-                f" they must sum to 1 within {_SHARE_TOLERANCE}"
+                f"placement: layer {layer}: the shares of expert {worst} sum to {sums_LE[layer, worst]:.4f}; they must sum "
+                f"to 1 within {_SHARE_TOLERANCE}"
             )
 
     @property
@@ -305,9 +306,8 @@ def owner_shares(slot_to_expert: npt.NDArray[np.int32], num_experts: int) -> npt
     place_NC[key_U, np.arange(len(key_U)) - (np.cumsum(copies_N) - copies_N)[key_U]] = place_U
 
     copies_LE, layer_L1 = copies_N.reshape(layers, num_experts), np.arange(layers)[:, None]
-    place_LEC = place_NC.reshape(*copies_LE.shape, place_NC.shape[1])[
-        layer_L1, copies_LE.argsort(axis=1, kind="stable")
-    ]
+    place_LEC = place_NC.reshape(*copies_LE.shape, place_NC.shape[1])
+    place_LEC = place_LEC[layer_L1, copies_LE.argsort(axis=1, kind="stable")]  # in the order of choosing
     owned = np.zeros((layers, num_ranks + 1), dtype=np.int64)
     owned[:, num_ranks] = num_experts + 1  # only an expert without a slot chooses what is behind the last rank
     owned = owned.ravel()

@@ -118,8 +118,8 @@ class Placement(Struct, frozen=True, eq=False):
         for layer in np.flatnonzero((off_LE > _SHARE_TOLERANCE).any(1)):
             worst = int(off_LE[layer].argmax())
             raise ValueError(
-                f"placement: layer {layer}: the shares of expert {worst} sum to {sums_LE[layer, worst]:.4f}; they must sum "
-                f"to 1 within {_SHARE_TOLERANCE}"
+                f"placement: layer {layer}: the shares of expert {worst} sum to {sums_LE[layer, worst]:.4f}; they must "
+                f"sum to 1 within {_SHARE_TOLERANCE}"
             )
 
     @property

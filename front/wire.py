@@ -29,7 +29,7 @@ SEND_SECONDS = 10.0  # how long a rank waits for a front that does not read
 SEND_NAP_SECONDS = 0.25  # and how often it shows meanwhile that it lives
 _NOW, _BEFORE_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # flags of an enum make another one in each send
 LINGER_SECONDS = 1.0  # how long close() waits for the last messages to leave
-REPORT_SECONDS = 30.0  # and that of a rank that fails: the front may still be starting, and not listen yet
+UNHEARD_SECONDS = 30.0  # the same, where the front has said nothing yet: it may still be starting, and not listen
 # Over tcp: a peer that does not answer for three seconds is gone, also when its connection is not closed.
 _KEEPALIVE = (
     (zmq.TCP_KEEPALIVE, 1),
@@ -221,6 +221,7 @@ class RankSocket:
 
     def __init__(self, endpoint: str, rank: int) -> None:
         self._rank = rank
+        self._heard = False  # the front
         self._context = zmq.Context(io_threads=1)
         self.inbox = _socket(self._context, zmq.DEALER)
         self.inbox.setsockopt(zmq.IDENTITY, _identity(rank))
@@ -253,6 +254,7 @@ class RankSocket:
             return []
         messages: list[FrontToRank] = []
         for payload in _drain(self.inbox):
+            self._heard = True
             try:
                 messages.append(rank_decoder.decode(payload))
             except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -261,12 +263,12 @@ class RankSocket:
             raise ConnectionError(f"rank {self._rank}: the connection with the front has broken")
         return messages
 
-    def close(self, linger: float = LINGER_SECONDS) -> None:
-        """Waits up to `linger` seconds for the last messages to leave."""
+    def close(self) -> None:
+        """Waits up to a second for the last messages to leave, or up to 30 for a front that was never heard."""
         for broken in self.breaks:
             broken.close(linger=0)
         self.inbox.close(linger=0)
-        self._up.close(linger=int(linger * 1000))
+        self._up.close(linger=int(1000 * (LINGER_SECONDS if self._heard else UNHEARD_SECONDS)))
         self._context.term()
 
 

@@ -44,7 +44,7 @@ from ep.protocol import PeerLost
 from ep.table import choose, make_groups
 from ep.transport.remote import remote_groups
 from front.messages import EXIT_WEIGHTS, Membership, Outputs, RankFailed, RankReady, Waiting
-from front.wire import LINGER_SECONDS, REPORT_SECONDS, RankSocket, ZmqDoorbell, sleep_until_called
+from front.wire import RankSocket, ZmqDoorbell, sleep_until_called
 from layers.identity import CheckpointError
 from models.registry import model_class
 
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace, begun: Begun | None = None) -> int:
         code = _report(socket, options.rank, error, EXIT_PEER_LOST)
     except Exception as error:
         code = _report(socket, options.rank, error, EXIT_ERROR)
-    socket.close(REPORT_SECONDS if code else LINGER_SECONDS)
+    socket.close()
     return code
 
 

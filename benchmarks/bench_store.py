@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -73,10 +74,12 @@ def wait_written(cache: Path) -> bool:
 
 @contextlib.contextmanager
 def in_page_cache(cache: Path) -> Iterator[None]:
-    """What was written stays there for a block."""
+    """What was written stays there for a block, in the large pages of a file that a server has written; a copy, or a
+    reader before, may have left small ones."""
     with contextlib.ExitStack() as stack:
         for path in cache.glob("*.weights"):
             file = stack.enter_context(path.open("rb"))
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             stack.enter_context(brought_in(file.fileno()))
         yield
 

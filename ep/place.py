@@ -126,7 +126,7 @@ def slot_tables(placement: Placement, rank: int, device: torch.device | str | No
 
 class _Rows(NamedTuple):
     """One layer. The hashes of an expert's bucket b whose rest is below cut_EB[e, b] go to slot_EB2[e, b, 0], the
-    others to slot_EB2[e, b, 1]. num_replicas: of the expert that has most."""
+    others to slot_EB2[e, b, 1]. num_replicas: slots with a share, of the expert that has most."""
 
     num_replicas: int
     cut_EB: Ints

@@ -101,25 +101,24 @@ class Placement(Struct, frozen=True, eq=False):
         for rank in dead:
             if share[:, rank].any():
                 raise ValueError(f"placement: rank {rank} is not alive but holds a share; it must be 0")
-        # All layers in one count, each with numbers of its own for its experts; unused slots have the last one.
-        shape = self.num_layers, self.num_experts
-        key_LGS = np.where(ids < 0, shape[0] * shape[1], ids + self.num_experts * np.arange(shape[0])[:, None, None])
+        # All layers in one count, each with numbers of its own for its experts; unused slots have the one behind them.
+        shape, end = (self.num_layers, self.num_experts), self.num_layers * self.num_experts
+        key_LGS = np.where(ids < 0, end, ids + self.num_experts * np.arange(self.num_layers)[:, None, None])
         live_N = key_LGS[:, np.array(self.alive, dtype=bool)].ravel()
-        copies_LE = np.bincount(live_N, minlength=shape[0] * shape[1] + 1)[:-1].reshape(shape)
-        for layer in np.flatnonzero((copies_LE == 0).any(1)):
-            missing = np.flatnonzero(copies_LE[layer] == 0)
+        missing = np.argwhere(np.bincount(live_N, minlength=end + 1)[:end].reshape(shape) == 0)
+        if missing.size:
+            layer, first = missing[0]
             raise ValueError(
-                f"placement: layer {layer}: {missing.size} expert(s) have no slot on a live rank, "
-                f"the first is {missing[0]}"
+                f"placement: layer {layer}: {(missing[:, 0] == layer).sum()} expert(s) have no slot on a live rank, "
+                f"the first is {first}"
             )
-        sums = np.bincount(key_LGS.ravel(), weights=share.ravel(), minlength=shape[0] * shape[1] + 1)[:-1]
-        sums_LE = sums.reshape(shape)
-        off_LE = np.abs(sums_LE - 1)
-        for layer in np.flatnonzero((off_LE > _SHARE_TOLERANCE).any(1)):
-            worst = int(off_LE[layer].argmax())
+        sums_LE = np.bincount(key_LGS.ravel(), weights=share.ravel(), minlength=end + 1)[:end].reshape(shape)
+        off = np.argwhere(np.abs(sums_LE - 1) > _SHARE_TOLERANCE)
+        if off.size:
+            layer, expert = off[0]
             raise ValueError(
-                f"placement: layer {layer}: the shares of expert {worst} sum to {sums_LE[layer, worst]:.4f}; they must "
-                f"sum to 1 within {_SHARE_TOLERANCE}"
+                f"placement: layer {layer}: the shares of expert {expert} sum to {sums_LE[layer, expert]:.4f}; they "
+                f"must sum to 1 within {_SHARE_TOLERANCE}"
             )
 
     @property

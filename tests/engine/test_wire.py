@@ -275,7 +275,7 @@ def test_the_supervisor_tells_of_a_rank_that_is_gone(endpoint: str) -> None:
 
 
 def test_a_rank_that_fails_before_the_front_listens_is_heard(endpoint: str, tmp_path: Path) -> None:
-    """It outlives by its report what another end would wait for its last messages."""
+    """Its process waits with the report for longer than one that ends in service waits with its last messages."""
     options = argparse.Namespace(
         plan=tmp_path / "none.json", rank=0, runtime_dir=tmp_path, memory=None, front=endpoint, network=None, join=False
     )

@@ -54,6 +54,11 @@ def shared(share: list[float]) -> Placement:
     return Placement(0, 2, ids, shares, (True,) * len(share))
 
 
+def test_a_spare_takes_no_place_in_a_table() -> None:
+    placement = linear_placement(2, 8, 2, slots_per_rank=8)  # every expert on both ranks, at work on one of them
+    assert SlotTable(placement, layer=1).num_replicas == 1
+
+
 def test_replicas_are_used_in_their_share_whatever_the_size_of_the_steps() -> None:
     share = [0.5, 0.0, 0.3, 0.2]
     for tokens in (1, 7, 512):

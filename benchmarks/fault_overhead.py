@@ -271,7 +271,7 @@ def measure(rounds: int, sequences: int, ranks: int) -> dict[str, Any]:
     from engine.plan import make_plan
     from front.front import Front
     from front.messages import RankLost, Shutdown
-    from front.text import Tokenizer
+    from front.text.tokenizer import Tokenizer
     from front.wire import ZmqRanks
     from launch.monitor import RankMonitor
     from launch.processes import Children, RuntimeDir

@@ -44,7 +44,7 @@ from ep.requirements import (
     refusal,
     split_pair,
 )
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from layers.gguf.header import read_header
 from layers.identity import GGUF_INDEX, identify
 from layers.safetensors_sizes import tensor_sizes

@@ -36,7 +36,7 @@ from front.outputs import Prompt, RequestOutput
 from front.profiling import ANSWER_SECONDS
 from front.request_stream import RequestStream
 from front.sequences import FinishedRequest
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from front.trace_file import Summary, write_trace
 from front.wire import ElasticRanks
 

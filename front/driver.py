@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from front.front import Front, FrontOutput
 from front.messages import FrontToRank, Outputs, RankLost, RankReady, RankToFront
 from front.profiling import EVENTS_PER_RANK
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from front.wire import NotConnected, Ranks
 
 R = TypeVar("R", bound=Ranks)

@@ -44,7 +44,7 @@ from front.profiling import Profiling
 from front.routing import RequestRouter
 from front.sampling_params import seeds
 from front.sequences import FinishedRequest, LiveRequest, Sequence
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 
 _MAX_FINISHED = 65536
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from front.chat.answer import read_messages
 from front.chat.families import chosen_families
@@ -17,27 +19,18 @@ from front.collector import Collector
 from front.driver import Driver
 from front.front import EngineFailed, FrontOutput
 from front.messages import BalanceStatus, RankStats, SamplingParams
-from front.outputs import Delta, Prompt, RequestOutput
+from front.outputs import Delta, Progress, Prompt, RequestOutput
 from front.profiling import ANSWER_SECONDS, EVENTS_PER_RANK
+from front.prompts import Conversation, Prompts, parameter_schemas, read_conversations, read_prompts
 from front.sampling_params import resolve, validate
 from front.search.beams import BeamSearchOutput, BeamSearchParams, Search, validate_beams
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from front.trace_file import Summary, write_trace
 from front.wire import Ranks
 
-Given = Mapping[str, Any]  # a prompt in vLLM's form: {"prompt": text}, {"prompt_token_ids": [...]}, or both
-Prompts = str | Given | Sequence[str | Given] | Sequence[int] | Sequence[Sequence[int] | Given]
-Conversation = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
-_PROMPTS = "one text, texts, one list of token ids, lists of token ids, or mappings with prompt or prompt_token_ids"
 _LOOK_SECONDS = 0.5  # how often a silent engine is asked whether it still lives
-
-
-class Progress(NamedTuple):
-    num_finished: int
-    num_requests: int
-    num_output_tokens: int
 
 
 class LLM(Driver[Ranks]):
@@ -86,19 +79,22 @@ class LLM(Driver[Ranks]):
         prompts: Prompts,
         sampling_params: Params = None,
         *,
+        use_tqdm: bool = False,
         progress: Callable[[Progress], None] | None = None,
         on_delta: Callable[[int, Delta], None] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt (text, token ids, or vLLM's mappings of them); one result per prompt, in order.
 
-        sampling_params: one for all, or one per prompt; None: SamplingParams(). progress is called after every batch of
-        outputs, on_delta with each of them as it comes: the number of the prompt, and what is new. ValueError names
-        the prompt and what is wrong with it, before anything is sent. A lost rank shows as a pause; EngineFailed when
-        all are lost.
+        sampling_params: one for all, or one per prompt; None: SamplingParams(). use_tqdm draws a bar on standard
+        error. progress is called after every batch of outputs, on_delta with each of them as it comes: the number of
+        the prompt, and what is new. ValueError names the prompt and what is wrong with it, before anything is sent. A
+        lost rank shows as a pause; EngineFailed when all are lost.
         """
         texts, token_ids = self._tokenize(prompts)
         reasoning = chosen_families(self.tokenizer.format_marks, None, None)[1]
-        return self._run(self._prompts(texts, token_ids, sampling_params, reasoning), progress, on_delta)
+        asked = self._prompts(texts, token_ids, sampling_params, reasoning)
+        with _shown(use_tqdm, len(asked), progress) as tell:
+            return self._run(asked, tell, on_delta)
 
     def chat(
         self,
@@ -112,6 +108,7 @@ class LLM(Driver[Ranks]):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
+        use_tqdm: bool = False,
         progress: Callable[[Progress], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: messages of role and content, put into the model's chat template.
@@ -120,7 +117,7 @@ class LLM(Driver[Ranks]):
         An output has its text as the model wrote it, and as `message` its content, reasoning and calls of `tools`
         apart, by the parsers of `moesaic serve`; None: those that the template names, "": none.
         """
-        conversations = _conversations(messages)
+        conversations = read_conversations(messages)
         texts = [
             self.tokenizer.apply_chat_template(
                 conversation,
@@ -134,7 +131,7 @@ class LLM(Driver[Ranks]):
         ]
         marks = self.tokenizer.format_marks if chat_template is None else chat_template
         families = chosen_families(marks, tool_call_parser, reasoning_parser)
-        schemas = _schemas(tools) if tools else None
+        schemas = parameter_schemas(tools) if tools else None
         token_ids = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         formats = []
         for conversation, text in zip(conversations, texts, strict=True):
@@ -142,7 +139,8 @@ class LLM(Driver[Ranks]):
             formats.append(output_format(families, schemas, text, goes_on))
         sampling_params = SamplingParams(max_tokens=None) if sampling_params is None else sampling_params
         prompts = self._prompts(texts, token_ids, sampling_params, families[1], formats)
-        results = self._run(prompts, progress)
+        with _shown(use_tqdm, len(prompts), progress) as tell:
+            results = self._run(prompts, tell)
         for prompt, format, result in zip(prompts, formats, results, strict=True):
             if format is not None:
                 read_messages(self.tokenizer, format, prompt.params, result)
@@ -214,16 +212,10 @@ class LLM(Driver[Ranks]):
 
     def _tokenize(self, prompts: Prompts) -> tuple[Sequence[str | None], Sequence[Sequence[int]]]:
         """The text of each prompt that has one, and its token ids."""
-        whole: Sequence[object] = [prompts] if isinstance(prompts, str | Mapping) else prompts
-        if not _is_list(whole):
-            raise ValueError(f"prompts must be {_PROMPTS}, not {type(prompts).__name__}")
-        if whole and all(map(_is_token_id, whole)):
-            whole = [whole]
-        texts, lists = map(list, zip(*map(_read, whole), strict=True)) if whole else ([], [])
-        unknown = [place for place, ids in enumerate(lists) if ids is None]
-        for place, ids in zip(unknown, self.tokenizer.encode_batch([texts[at] for at in unknown]), strict=True):
-            lists[place] = ids
-        return texts, lists
+        texts, given = read_prompts(prompts)
+        unknown = [text for text, ids in zip(texts, given, strict=True) if ids is None and text is not None]
+        made = iter(self.tokenizer.encode_batch(unknown))
+        return texts, [next(made) if ids is None else ids for ids in given]
 
     def _prompts(
         self,
@@ -348,52 +340,17 @@ class LLM(Driver[Ranks]):
             pass  # that error is on its way already, or the next call meets it
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, bytes | bytearray)
-
-
-def _is_token_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _read(prompt: object) -> tuple[str | None, Sequence[int] | None]:
-    """The text of one prompt, if it has one; its token ids, if they are given."""
-    text: Any = prompt if isinstance(prompt, str) else None
-    token_ids: Any = None if isinstance(prompt, str) else prompt
-    if isinstance(prompt, Mapping):
-        unknown = [name for name in prompt if name not in ("prompt", "prompt_token_ids")]
-        if unknown or not prompt:
-            what = f"the unknown field {unknown[0]!r:.100}" if unknown else "neither"
-            raise ValueError(f"a prompt has prompt, prompt_token_ids, or both; one has {what}")
-        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-    given = _is_list(token_ids) and not isinstance(token_ids, str)
-    if not (text is None or isinstance(text, str)) or not (given or (token_ids is None and text is not None)):
-        raise ValueError(f"prompts must be {_PROMPTS}; they hold {prompt!r:.100}")
-    return text, token_ids
-
-
-def _schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of the parameters, by name."""
-    functions = [tool.get("function") if isinstance(tool, Mapping) else None for tool in tools]
-    found = {
-        function["name"]: dict(function.get("parameters") or {})
-        for function in functions
-        if isinstance(function, Mapping) and isinstance(function.get("name"), str)
-    }
-    if len(found) < len(functions):
-        raise ValueError("tools must hold functions, each with a name of its own")
-    return found
-
-
-def _conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    """One conversation is a list of mappings; several are a list of such lists."""
-    single: list[Mapping[str, Any]] = []
-    several: list[Conversation] = []
-    for item in messages:
-        if isinstance(item, Mapping):
-            single.append(item)
-        else:
-            several.append(item)
-    if single and several:
-        raise ValueError("messages must be one conversation or a list of conversations")
-    return [single] if single else several
+@contextlib.contextmanager
+def _shown(
+    use_tqdm: bool, num_prompts: int, progress: Callable[[Progress], None] | None
+) -> Iterator[Callable[[Progress], None] | None]:
+    """Whom progress is told to: the caller's function, or a bar, whose library is imported only when one is drawn."""
+    if not isinstance(use_tqdm, bool):  # vLLM takes classes of bars, too
+        raise ValueError(f"use_tqdm must be True or False, not {use_tqdm!r:.100}; progress= takes a function")
+    if not use_tqdm:
+        yield progress
+        return
+    if progress is not None:
+        raise ValueError("use_tqdm and progress: give one of them")
+    with importlib.import_module("front.bar").drawn(num_prompts) as draw:
+        yield draw

@@ -5,6 +5,8 @@ A *request* is one prompt with params.n *choices*; choice `index` counts from 0.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from front.chat.events import Event, Message
@@ -13,8 +15,8 @@ from front.messages import FinishReason, SamplingParams
 
 
 class Prompt(msgspec.Struct, kw_only=True):
-    """A checked request: made by front/sampling_params.py and front/text.py, taken by LLM and AsyncLLM. format: how its
-    output is parsed; None: not at all. rank: that is to compute it while it takes work; None: any."""
+    """A checked request: made by front/sampling_params.py and front/text/tokenizer.py, taken by LLM and AsyncLLM.
+    format: how its output is parsed; None: not at all. rank: that is to compute it while it takes work; None: any."""
 
     request_id: str
     token_ids: list[int]
@@ -89,3 +91,11 @@ class RequestOutput(msgspec.Struct):
     num_cached_tokens: int
     accepted_prediction_tokens: int = 0  # drafts, of whatever source, that were right
     rejected_prediction_tokens: int = 0
+
+
+class Progress(NamedTuple):
+    """How far one call of LLM is."""
+
+    num_finished: int
+    num_requests: int
+    num_output_tokens: int

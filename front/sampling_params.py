@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import msgspec
 
 from front.messages import SamplingParams, StructuredOutputsParams
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 
 MAX_N = 16384
 MAX_STOP_STRINGS = 16

@@ -8,7 +8,7 @@ from configs.engine import EngineConfig, Frontend, Plan
 from configs.env import read_env
 from engine.plan import make_plan
 from front import async_llm
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from launch.spawned import SpawnedRanks
 
 

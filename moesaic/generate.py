@@ -10,14 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as ProgressBar
 
 import moesaic
-from front.llm import Progress
 from front.messages import SamplingParams
-from front.outputs import Delta
+from front.outputs import Delta, Progress
 from moesaic.command_line import VllmCommand
 from moesaic.options import engine_config, engine_options
 
@@ -48,8 +44,11 @@ def command(prompts: tuple[str, ...], trace: str | None, as_json: bool, **option
     texts = list(prompts) or [sys.stdin.read().rstrip("\n")]
     with moesaic.LLM.from_config(engine_config(options)) as llm:
         writer = InOrder(texts, as_json, sys.stdout)
-        with _traced(llm, trace), _shown_progress(len(texts)) as progress:
-            llm.generate(texts, params, progress=progress, on_delta=writer.add)
+        several = len(texts) > 1
+        bar = several and sys.stderr.isatty() and not sys.stdout.isatty()  # the texts come on a terminal
+        progress = _told_in_lines(len(texts)) if several and not bar else None
+        with _traced(llm, trace):
+            llm.generate(texts, params, use_tqdm=bar, progress=progress, on_delta=writer.add)
 
 
 class InOrder:
@@ -85,24 +84,9 @@ class InOrder:
         self._written = len(whole)
 
 
-@contextlib.contextmanager
-def _shown_progress(count: int) -> Iterator[Callable[[Progress], None] | None]:
-    """A bar on a terminal that the texts are not written to, else a line now and then; nothing for a single prompt."""
-    if count == 1:
-        yield None
-        return
+def _told_in_lines(count: int) -> Callable[[Progress], None]:
+    """A line now and then."""
     began = last = time.monotonic()
-    if sys.stderr.isatty() and not sys.stdout.isatty():
-        columns = TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}")
-        with ProgressBar(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("prompts", total=count, speed="")
-
-            def draw(now: Progress) -> None:
-                speed = now.num_output_tokens / (time.monotonic() - began)
-                bar.update(task, completed=now.num_finished, speed=f"{speed:.0f} tokens/s")
-
-            yield draw
-        return
 
     def tell(now: Progress) -> None:
         nonlocal last
@@ -112,7 +96,7 @@ def _shown_progress(count: int) -> Iterator[Callable[[Progress], None] | None]:
             text = f"{now.num_finished} of {count} prompts, {now.num_output_tokens} tokens, {speed:.0f} tokens/s"
             print(f"moesaic: {text}", file=sys.stderr, flush=True)
 
-    yield tell
+    return tell
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from configs.engine import EngineConfig, Frontend, Plan
 from configs.env import read_env
 from engine.plan import make_plan
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from launch.early import Source
 from launch.spawned import SpawnedRanks
 from launch.weights import OwnWeights

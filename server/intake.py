@@ -15,7 +15,7 @@ from configs.engine import Plan
 from configs.server import ServerConfig
 from front.chat.families import REASONING
 from front.sampling_params import room_for_output
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from server.api import conversation, messages, responses
 from server.api.conversation import chat_of, predicted_text, render_messages, template_kwargs, text_of
 from server.api.messages import MessagesRequest

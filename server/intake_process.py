@@ -27,7 +27,7 @@ from configs.env import child_environment
 from configs.server import ServerConfig
 from engine.process.malloc import return_freed_memory
 from engine.process.orphan import child_command, die_with_parent
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from server.errors import ApiError, unavailable
 from server.intake import Intake
 from server.taken import Kind, Taken

@@ -36,7 +36,7 @@ from front.async_llm import AsyncLLM
 from front.messages import SamplingParams, Shutdown
 from front.model_defaults import model_defaults
 from front.structured.xgrammar_backend import library as xgrammar_library
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from front.wire import Numbers, ZmqRanks
 from server import logs
 from server.api.tools import OutputFormats

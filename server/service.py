@@ -20,7 +20,7 @@ from front.chat.thinking import within_budget
 from front.messages import SamplingParams
 from front.outputs import Prompt
 from front.sampling_params import resolve, validate
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from server.api.params import FIELDS
 from server.errors import ApiError, bad_request, from_value_error, unavailable
 from server.in_flight import InFlightRequests

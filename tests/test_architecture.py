@@ -45,7 +45,7 @@ ONLY_PARTS = {
             "front.messages",
             "front.structured.vocabulary",
             "front.structured.xgrammar_backend",
-            "front.text",
+            "front.text.tokenizer",
             "front.wire",
         }
     },

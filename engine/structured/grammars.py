@@ -18,7 +18,7 @@ from engine.structured.xgrammar_matcher import XgrammarMatcher
 from front.messages import Grammar, TokenOutput
 from front.structured.vocabulary import grammar_limits, grammar_tokenizer
 from front.structured.xgrammar_backend import Compiler
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 
 log = logging.getLogger("moesaic.rank")
 

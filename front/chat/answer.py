@@ -6,7 +6,7 @@ from front.chat.events import Message
 from front.chat.format import OutputFormat
 from front.messages import SamplingParams
 from front.outputs import CompletionOutput, RequestOutput
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 
 
 def read_messages(tokenizer: Tokenizer, format: OutputFormat, params: SamplingParams, result: RequestOutput) -> None:

@@ -9,7 +9,7 @@ import msgspec
 from front.chat.families import CALLS, REASONING
 from front.chat.format import OutputFormat
 from front.messages import ReasoningBudget, SamplingParams
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 
 
 def within_budget(

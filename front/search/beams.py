@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from front.messages import FinishReason, SamplingParams
 from front.outputs import PositionLogprobs, Prompt, RequestOutput, TokenLogprob
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 
 MAX_BEAM_WIDTH = 64
 EARLY_STOPPING = (False, True, "never")

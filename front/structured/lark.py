@@ -23,7 +23,7 @@ TEXT = f"/{ANY_TEXT}/"
 
 
 class Specials(Protocol):
-    """Of front.text.Tokenizer."""
+    """Of front.text.tokenizer.Tokenizer."""
 
     special_tokens: dict[str, int]
 

@@ -12,7 +12,7 @@ KEPT_TEXTS, KEPT_LENGTH = 1 << 14, 256  # what texts become as tokens, and how l
 
 
 class Vocabulary(Protocol):
-    """Of front.text.Tokenizer, of whatever kind of file."""
+    """Of front.text.tokenizer.Tokenizer, of whatever kind of file."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]

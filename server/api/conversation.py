@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from server.api.openai import ChatMessage, ChatRequest, ContentPart, Prediction, TokenizeRequest, ToolCall
 from server.api.params import either
 from server.errors import bad_request

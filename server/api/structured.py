@@ -14,7 +14,7 @@ from front.chat.families import HARMONY
 from front.chat.format import OutputFormat
 from front.messages import StructuredOutputsParams
 from front.structured.grammar import checked_grammar
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from server.api.openai import GenerationRequest, ResponseFormat
 from server.errors import bad_request, from_value_error
 

@@ -15,7 +15,7 @@ from front.chat.format import OutputFormat, output_format
 from front.messages import StructuredOutputsParams
 from front.structured.grammar import checked_grammar
 from front.structured.tags import either_of
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from server.api.openai import ChatRequest
 from server.api.params import either
 from server.api.structured import after_reasoning, asked_for

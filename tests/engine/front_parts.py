@@ -29,7 +29,7 @@ from front.messages import (
     RankToFront,
     TokenOutput,
 )
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 
 SPECIAL = ["<|endoftext|>", "<|bos|>", "<|im_start|>", "<|im_end|>"]
 CORPUS = [

@@ -9,7 +9,7 @@ import pytest
 import transformers
 from front_parts import byte_level
 
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 
 # Written for this test in the manner of the Qwen3 template: a tool list, reasoning kept only in the last turn.
 QWEN_LIKE = """

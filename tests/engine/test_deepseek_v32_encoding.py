@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from front.chat.deepseek_v32 import DeepseekV32Encoding
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from models.tiny import CHECKPOINT
 
 BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"

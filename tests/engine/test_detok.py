@@ -12,8 +12,8 @@ from front_parts import CORPUS, byte_fallback, byte_level, word_pieces
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from front.detokenizer import REPLACEMENT, StopStrings, byte_level_alphabet
-from front.text import Tokenizer
+from front.text.detokenizer import REPLACEMENT, StopStrings, byte_level_alphabet
+from front.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from front.llm import LLM
 from front.messages import Outputs, RankFailed, SamplingParams, Shutdown
 from front.outputs import Prompt
 from front.sampling_params import resolve
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from front.wire import RankSocket, ZmqRanks
 from models.tiny import CHECKPOINT
 

@@ -7,9 +7,9 @@ from front_parts import FakeRanks, small_tokenizer
 
 from front.chat.events import Call, Message
 from front.front import EngineFailed
-from front.llm import LLM, Progress
+from front.llm import LLM
 from front.messages import Abort, AddRequest, SamplingParams
-from front.outputs import CompletionOutput
+from front.outputs import CompletionOutput, Progress
 
 TOKENIZER = small_tokenizer()
 ANSWER = TOKENIZER.encode(" lived in a tree. The end", add_special_tokens=False)
@@ -37,6 +37,21 @@ def test_results_are_in_order(size: int) -> None:
         assert choice.token_ids == SCRIPT and choice.cumulative_logprob is None
     assert seen[-1] == Progress(7, 7, 7 * len(SCRIPT)) and seen[0].num_finished == 0
     assert ranks.closed
+
+
+def test_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    llm, _ = make_llm()
+    llm.generate(["one", "two", "three"], WHOLE, use_tqdm=True)
+    shown = capsys.readouterr()
+    assert "3/3" in shown.err and "tokens/s" in shown.err and not shown.out
+    llm.chat([{"role": "user", "content": "hi"}], WHOLE, use_tqdm=True)
+    assert "1/1" in capsys.readouterr().err
+    llm.generate(["one"], WHOLE, use_tqdm=False)
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(ValueError, match=r"use_tqdm must be True or False, not <class .*progress= takes a function"):
+        llm.generate(["one"], WHOLE, use_tqdm=list)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="use_tqdm and progress"):
+        llm.generate(["one"], WHOLE, use_tqdm=True, progress=print)
 
 
 def test_kinds_of_prompts() -> None:

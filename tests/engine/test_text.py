@@ -13,7 +13,7 @@ from front_parts import CORPUS, byte_fallback, byte_level, word_pieces
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 
 EMBEDDED = Path(__file__).parents[2] / "models" / "tiny" / "checkpoint"
 KINDS = {"byte_level": byte_level, "byte_fallback": byte_fallback, "word_pieces": word_pieces}

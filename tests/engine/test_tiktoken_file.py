@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, trainers
 
-from front.text import Tokenizer
-from front.tiktoken_file import _KIMI, NUM_RESERVED
+from front.text.tiktoken_file import _KIMI, NUM_RESERVED
+from front.text.tokenizer import Tokenizer
 
 STORIES = [
     "Once upon a time there was a little cat. It's a cat's life, they've said, and we'll see.",

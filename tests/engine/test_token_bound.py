@@ -1,4 +1,4 @@
-"""front/token_bound.py: no text has fewer tokens than its bound says, and tokenizers without a bound have none."""
+"""front/text/token_bound.py: no text has fewer tokens than its bound says, and tokenizers without a bound have none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from models.tiny import CHECKPOINT
 
 TEXT = "Once upon a time a süße little fox 🎉 lived        in a hollow tree. ééé 한국어 " * 3

@@ -15,7 +15,7 @@ from front.chat.forced import forced_calls
 from front.chat.format import OutputFormat
 from front.messages import Grammar, ReasoningBudget, StructuredOutputsParams
 from front.structured.grammar import checked_grammar
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from models.tiny import CHECKPOINT
 from moesaic import AsyncLLM
 

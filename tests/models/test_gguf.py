@@ -35,7 +35,7 @@ from engine.process.local_ranks import LocalRanks
 from ep.experts import WeightFormat
 from front.llm import LLM
 from front.messages import SamplingParams
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from layers.gguf.blocks import FORMS, convert, widen
 from layers.gguf.header import KINDS, read_header
 from layers.identity import CheckpointError

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from configs.engine import EngineConfig
 from configs.env import read_env
 from engine.plan import make_plan
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from models.tiny import CHECKPOINT
 from moesaic.command_line import VllmCommand
 from moesaic.explain import command as explain_command

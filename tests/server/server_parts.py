@@ -40,7 +40,7 @@ from front.messages import (
     SamplingParams,
     TokenOutput,
 )
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from server.app import build_app
 from server.process import HttpServer, http_config, listen
 from server.service import Service

@@ -10,7 +10,7 @@ from front.async_llm import AsyncLLM, EngineBusy, EngineFailed, RequestStream
 from front.front import Front
 from front.messages import FrontToRank, RankReady, RankToFront
 from front.outputs import Delta
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from front.wire import NotConnected
 from tests.simulation.fakes import FakeNumbers
 from tests.simulation.house import House
@@ -24,7 +24,7 @@ RETRY_SECONDS = 0.25  # of a client that was refused because too few ranks serve
 
 
 class FakeTokenizer:
-    """front.text.Tokenizer, as far as the front uses it."""
+    """front.text.tokenizer.Tokenizer, as far as the front uses it."""
 
     eos_token_ids = (EOS,)
     vocab_size = VOCABULARY

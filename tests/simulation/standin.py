@@ -35,7 +35,7 @@ def letter(token: int) -> str:
 
 class Characters:
     """Text of tokens: a letter each, or half a character, which shows when the next one completes it. This is what
-    `continuation` knows of text, and what front.detokenizer.Detokenizer is to the front."""
+    `continuation` knows of text, and what front.text.detokenizer.Detokenizer is to the front."""
 
     def __init__(self) -> None:
         self._half = -1

@@ -11,7 +11,7 @@ from schema_cases import CASES
 
 from front.structured.lark import JsonStyle, json_grammar, json_rule
 from front.structured.vocabulary import grammar_limits, grammar_tokenizer
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from models.tiny import CHECKPOINT
 
 pytestmark = pytest.mark.structured

@@ -15,7 +15,7 @@ from engine.structured.guide import Guide, Masks, Words
 from front.messages import StructuredOutputsParams
 from front.structured.grammar import checked_grammar
 from front.structured.vocabulary import grammar_limits, grammar_tokenizer
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from models.tiny import CHECKPOINT
 
 pytestmark = pytest.mark.structured

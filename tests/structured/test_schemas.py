@@ -22,7 +22,7 @@ from user_cases import FOLLOWED, REFUSED
 from front.messages import StructuredOutputsParams
 from front.structured.grammar import checked_grammar
 from front.structured.vocabulary import Vocabulary, grammar_tokenizer
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from models.tiny import CHECKPOINT
 
 pytestmark = pytest.mark.structured

@@ -17,7 +17,7 @@ from engine.build import build_rank
 from front.messages import Grammar, StructuredOutputsParams
 from front.structured.grammar import checked_grammar
 from front.structured.vocabulary import grammar_tokenizer
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from models.tiny import CHECKPOINT
 
 pytestmark = pytest.mark.structured

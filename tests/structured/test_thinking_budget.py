@@ -17,7 +17,7 @@ from front.chat.families import REASONING
 from front.chat.format import OutputFormat
 from front.chat.thinking import within_budget
 from front.messages import Grammar, ReasoningBudget, SamplingParams
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from models.tiny import CHECKPOINT
 from moesaic import LLM
 

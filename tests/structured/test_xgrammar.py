@@ -24,7 +24,7 @@ from engine.structured.xgrammar_matcher import XgrammarMatcher
 from front.messages import AddRequest, StructuredOutputsParams
 from front.structured.grammar import checked_grammar
 from front.structured.xgrammar_backend import Compiler
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from models.tiny import CHECKPOINT
 
 pytest.importorskip("xgrammar", reason="these need xgrammar: pip install 'moesaic[xgrammar]'")

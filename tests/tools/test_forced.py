@@ -17,7 +17,7 @@ from front.chat.format import OutputFormat
 from front.messages import StructuredOutputsParams
 from front.structured.grammar import checked_grammar
 from front.structured.vocabulary import grammar_tokenizer
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.tools, pytest.mark.structured]
 FUNCTION = {

@@ -9,7 +9,7 @@ from tool_formats import RENDERED
 
 from front.chat.families import CALLS, HARMONY, HARMONY_REASONING, REASONING, chosen_families, families_of
 from front.chat.format import OutputFormat
-from front.text import Tokenizer
+from front.text.tokenizer import Tokenizer
 from server.api.conversation import message_dict
 from server.api.openai import ChatMessage, FunctionCall, ToolCall
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from front.detokenizer import byte_level_alphabet
+from front.text.detokenizer import byte_level_alphabet
 
 # Characters that a normaliser can make one of. The canonical decomposition of a character has at most four (Unicode's
 # stability policy), so composing shortens a text to no less than a quarter. Others (NFKC, Strip, Replace by a pattern,

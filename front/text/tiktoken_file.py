@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from front.detokenizer import byte_level_alphabet
+from front.text.detokenizer import byte_level_alphabet
 
 NAME = "tiktoken.model"
 NUM_RESERVED = 256  # ids after the ranks; those that tokenizer_config.json does not name are <|reserved_token_ID|>

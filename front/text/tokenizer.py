@@ -1,6 +1,6 @@
 """The tokenizer of a Hugging Face model directory, on the `tokenizers` library alone.
 
-Reads tokenizer.json (or tiktoken.model: front/tiktoken_file.py) and, where present, tokenizer_config.json,
+Reads tokenizer.json (or tiktoken.model: front/text/tiktoken_file.py) and, where present, tokenizer_config.json,
 special_tokens_map.json, generation_config.json, config.json, chat_template.jinja and
 additional_chat_templates/*.jinja. Encoding is that of transformers' AutoTokenizer: when there is a tokenizer.json, its
 post-processor alone decides about BOS and EOS (add_bos_token of tokenizer_config.json is ignored).
@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 import tokenizers
 
-from front import tiktoken_file
 from front.chat.deepseek_v4 import DeepseekV4Encoding
 from front.chat.deepseek_v32 import DeepseekV32Encoding
 from front.chat.dsml import DsmlEncoding
-from front.chat_template import ChatTemplate, Encoding
-from front.detokenizer import Detokenizer, TableDetokenizer, TokenTable, WindowDetokenizer, byte_level_alphabet
-from front.token_bound import TokenizerFile, longest_token
+from front.text import tiktoken_file
+from front.text.chat_template import ChatTemplate, Encoding
+from front.text.detokenizer import Detokenizer, TableDetokenizer, TokenTable, WindowDetokenizer, byte_level_alphabet
+from front.text.token_bound import TokenizerFile, longest_token
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # How conversations with models are written whose checkpoints have no template, by architecture.

@@ -106,7 +106,7 @@ MODULES = (
     "pkgutil",
     "tarfile",
 )
-_OF_TORCH = (("libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL), ("libtorch_python.so", os.RTLD_NOW))
+_OF_TORCH = (("libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL), ("libtorch_python.so", os.RTLD_LAZY))
 
 
 def deferred_modules() -> tuple[str, ...]:

@@ -24,7 +24,8 @@ from configs.engine import EngineConfig
 from engine.build import build_rank
 from engine.plan import make_plan
 from engine.rank import Rank
-from front.messages import AddRequest, SamplingParams
+from front.messages import AddRequest
+from front.params import SamplingParams
 
 PROMPT = list(range(100, 164))
 

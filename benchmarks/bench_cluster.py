@@ -248,7 +248,8 @@ class RankBench:
     def decode(self, streams: int) -> Row:
         from wait_clock import WaitClock
 
-        from front.messages import AddRequest, SamplingParams
+        from front.messages import AddRequest
+        from front.params import SamplingParams
 
         part = self.part
         num_tokens = part["steps"] + WARM_STEPS + 2

@@ -308,7 +308,8 @@ class RankBench:
         self.rank._runner.launch = noting  # type: ignore[method-assign]
 
     def step(self, mode: str) -> Row:
-        from front.messages import AddRequest, SamplingParams
+        from front.messages import AddRequest
+        from front.params import SamplingParams
 
         self.overlap._threshold = self.gates[mode]
         each = self.part["tokens"] // self.part["prompts"]

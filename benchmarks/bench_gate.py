@@ -30,7 +30,8 @@ from engine.build import build_rank
 from engine.plan import make_plan
 from engine.rank import Rank
 from engine.speculation.gate import Gate
-from front.messages import AddRequest, SamplingParams
+from front.messages import AddRequest
+from front.params import SamplingParams
 from models.tiny import CHECKPOINT
 
 T_95 = {10: 2.23, 20: 2.09, 30: 2.04, 40: 2.02, 60: 2.0}  # by degrees of freedom, at least so many

@@ -43,8 +43,9 @@ from engine.sampling.sampler import Sampled, sample
 from engine.sampling.sampling_table import GRAMMAR, RANDOM, SamplingBatch
 from engine.structured.guide import Guide, Masks, Matcher
 from engine.structured.xgrammar_matcher import XgrammarMatcher
-from front.messages import Grammar, LogprobsMode
+from front.messages import LogprobsMode
 from front.outputs import RequestOutput
+from front.params import Grammar
 from front.structured.grammar import checked_grammar
 from front.structured.vocabulary import grammar_limits, grammar_tokenizer
 from front.structured.xgrammar_backend import Compiler

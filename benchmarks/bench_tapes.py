@@ -32,7 +32,7 @@ from engine.step_memory import Limits
 from ep.backends.local import LocalAllToAll
 from ep.parallel import Parallel
 from eplb.placement import linear_placement
-from front.messages import SamplingParams
+from front.params import SamplingParams
 from layers.weights import Checkpoint
 from models.base import CausalLM
 from models.registry import build, read_config

@@ -33,7 +33,8 @@ from engine.plan import make_plan
 from ep.moe import MoE
 from eplb.load import ExpertLoad, RowLoad
 from eplb.offline.trace import TraceMeta, header_line, record_line
-from front.messages import AddRequest, SamplingParams
+from front.messages import AddRequest
+from front.params import SamplingParams
 from moesaic.http_client import Client
 
 KEY = "bench"

@@ -309,8 +309,9 @@ def measure(rounds: int, sequences: int, ranks: int) -> dict[str, Any]:
 
 def _drive(front: Any, wire: Any, monitor: Any, children: Any, mode: int, number: int, count: int) -> float:
     """One round: `count` sequences from their prompts to their ends. Processor seconds that the monitor took."""
-    from front.messages import Outputs, SamplingParams
+    from front.messages import Outputs
     from front.outputs import Prompt
+    from front.params import SamplingParams
 
     length = FIRST_STEP + BLOCK_STEPS * NUM_BLOCKS + 32
     params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, seed=0)

@@ -11,7 +11,7 @@ from op_clock import Op
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_table import SamplingTable
 from engine.schedule import NewRow
-from front.messages import SamplingParams
+from front.params import SamplingParams
 from layers.attention import AttentionPlan, HeadCounts, paged_attention
 from layers.step import StepInput
 from mla.attention import TorchMla

@@ -112,7 +112,8 @@ def plan_of(options: argparse.Namespace) -> Any:
 
 
 def submit(rank: Any, options: argparse.Namespace) -> None:
-    from front.messages import AddRequest, SamplingParams
+    from front.messages import AddRequest
+    from front.params import SamplingParams
 
     tokens = 16 + 2 * STEPS * options.rounds
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # so that benchmarks/gpu_check.py runs where there is torch a
     from engine.recovery.resumed_step import ResumedStep
     from engine.sampling.processors import RequestProcessors
     from engine.structured.guide import Guide
-    from front.messages import SamplingParams
+    from front.params import SamplingParams
 
 
 class NewRow(Struct, frozen=True):

@@ -29,7 +29,6 @@ from front.messages import (
     RankReady,
     RankStats,
     RankToFront,
-    ResetPrefixCache,
     Waiting,
 )
 from front.outputs import Prompt, RequestOutput
@@ -147,11 +146,6 @@ class AsyncLLM(Driver[AsyncRanks]):
         for aborted in series:
             aborted.add(request_id)
         return bool(work.deltas or series)
-
-    def reset_prefix_cache(self) -> None:
-        self.front.router.forget_prefixes()
-        for rank in self.front.members.up:
-            self._send(rank, ResetPrefixCache())
 
     def resize(self, count: int) -> None:
         """Serve with ranks 0 to count - 1. Those beyond leave at once, and their requests go on elsewhere; more ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from front.front import Front, FrontOutput
-from front.messages import FrontToRank, Outputs, RankLost, RankReady, RankToFront
+from front.messages import FrontToRank, Outputs, RankLost, RankReady, RankToFront, ResetPrefixCache
 from front.profiling import EVENTS_PER_RANK
 from front.text.tokenizer import Tokenizer
 from front.wire import NotConnected, Ranks
@@ -58,6 +58,12 @@ class Driver(ABC, Generic[R]):
     @abstractmethod
     def _cut_off(self, error: str) -> None:
         """The ranks cannot be reached."""
+
+    def reset_prefix_cache(self) -> None:
+        """What was computed of prompts is computed anew from the next step on."""
+        self.front.router.forget_prefixes()
+        for rank in self.front.members.up:
+            self._send(rank, ResetPrefixCache())
 
     def start_profile(self, path: Path, capacity: int = EVENTS_PER_RANK) -> list[int]:
         """Record from now on what every rank does when, at most `capacity` events each; the ranks that do.

@@ -18,8 +18,10 @@ from front.chat.thinking import within_budget
 from front.collector import Collector
 from front.driver import Driver
 from front.front import EngineFailed, FrontOutput
-from front.messages import BalanceStatus, RankStats, SamplingParams
+from front.messages import BalanceStatus, RankStats
+from front.model_defaults import model_defaults
 from front.outputs import Delta, Progress, Prompt, RequestOutput
+from front.params import SamplingParams
 from front.profiling import ANSWER_SECONDS, EVENTS_PER_RANK
 from front.prompts import Conversation, Prompts, parameter_schemas, read_conversations, read_prompts
 from front.sampling_params import resolve, validate
@@ -161,6 +163,14 @@ class LLM(Driver[Ranks]):
             for search in searches:
                 search.take_results(results)
         return [search.output(self.tokenizer) for search in searches]
+
+    def get_tokenizer(self) -> Tokenizer:
+        """encode, decode, and apply_chat_template, which gives a text."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """SamplingParams() with what the model's makers recommend (generation_config.json). ValueError."""
+        return model_defaults(self.tokenizer.model_dir)
 
     def start_profile(self, path: str | Path, capacity: int = EVENTS_PER_RANK) -> list[int]:
         """As Driver.start_profile; ValueError is all that it raises."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from front.messages import SamplingParams
+from front.params import SamplingParams
 from front.sampling_params import validate
 
 

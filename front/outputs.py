@@ -5,13 +5,15 @@ A *request* is one prompt with params.n *choices*; choice `index` counts from 0.
 
 from __future__ import annotations
 
+from collections.abc import ItemsView, Iterator, KeysView, ValuesView
 from typing import NamedTuple
 
 import msgspec
 
 from front.chat.events import Event, Message
 from front.chat.format import OutputFormat
-from front.messages import FinishReason, SamplingParams
+from front.messages import FinishReason
+from front.params import SamplingParams
 
 
 class Prompt(msgspec.Struct, kw_only=True):
@@ -37,12 +39,47 @@ class TokenLogprob(msgspec.Struct, gc=False):
     token: str
     raw: bytes
 
+    @property
+    def decoded_token(self) -> str:
+        """`token`, as vLLM calls it."""
+        return self.token
+
 
 class PositionLogprobs(msgspec.Struct, gc=False):
-    """chosen: the token that stands at this position; top: the most likely ones, best first (may include chosen)."""
+    """chosen: the token that stands at this position; top: the most likely ones, best first (may include chosen).
+
+    Also read as vLLM's dict: token id -> TokenLogprob, the chosen one first.
+    """
 
     chosen: TokenLogprob
     top: list[TokenLogprob]
+
+    def _by_id(self) -> dict[int, TokenLogprob]:
+        return {token.token_id: token for token in (self.chosen, *self.top)}
+
+    def __getitem__(self, token_id: int) -> TokenLogprob:
+        return self._by_id()[token_id]
+
+    def __contains__(self, token_id: object) -> bool:
+        return token_id in self._by_id()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._by_id())
+
+    def __len__(self) -> int:
+        return len(self._by_id())
+
+    def get(self, token_id: int, default: TokenLogprob | None = None) -> TokenLogprob | None:
+        return self._by_id().get(token_id, default)
+
+    def keys(self) -> KeysView[int]:
+        return self._by_id().keys()
+
+    def values(self) -> ValuesView[TokenLogprob]:
+        return self._by_id().values()
+
+    def items(self) -> ItemsView[int, TokenLogprob]:
+        return self._by_id().items()
 
 
 class Delta(msgspec.Struct, gc=False):
@@ -91,6 +128,11 @@ class RequestOutput(msgspec.Struct):
     num_cached_tokens: int
     accepted_prediction_tokens: int = 0  # drafts, of whatever source, that were right
     rejected_prediction_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """No choice goes on."""
+        return all(output.finish_reason is not None for output in self.outputs)
 
 
 class Progress(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from front.messages import SamplingParams, StructuredOutputsParams
+from front.params import SamplingParams, StructuredOutputsParams
 from front.text.tokenizer import Tokenizer
 
 MAX_N = 16384

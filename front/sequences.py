@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from front.chat.events import Content, Event, content_of
-from front.messages import AddRequest, FinishReason, SamplingParams, TokenOutput
+from front.messages import AddRequest, FinishReason, TokenOutput
 from front.outputs import Delta, Prompt
+from front.params import SamplingParams
 from front.text.detokenizer import Detokenizer, StopStrings
 
 _MOST_FORMERS = 4  # ranks that were lost one after another before the next one released a token

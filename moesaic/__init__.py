@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from configs.engine import EngineConfig
     from configs.eplb import EplbConfig
     from configs.versions import __version__
-    from front.messages import SamplingParams, StructuredOutputsParams
     from front.outputs import CompletionOutput, RequestOutput
+    from front.params import SamplingParams, StructuredOutputsParams
     from front.search.beams import BeamSearchOutput, BeamSearchParams
     from moesaic.async_llm import AsyncLLM
     from moesaic.llm import LLM
@@ -35,8 +35,8 @@ _HOMES = {
     "AsyncLLM": "moesaic.async_llm",
     "EngineConfig": "configs.engine",
     "EplbConfig": "configs.eplb",
-    "SamplingParams": "front.messages",
-    "StructuredOutputsParams": "front.messages",
+    "SamplingParams": "front.params",
+    "StructuredOutputsParams": "front.params",
     "BeamSearchOutput": "front.search.beams",
     "BeamSearchParams": "front.search.beams",
     "RequestOutput": "front.outputs",

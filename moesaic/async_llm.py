@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from configs.engine import EngineConfig, Frontend, Plan
+from configs.engine import Frontend, Plan
 from configs.env import read_env
 from engine.plan import make_plan
 from front import async_llm
 from front.text.tokenizer import Tokenizer
 from launch.spawned import SpawnedRanks
+from moesaic.opened import config_of
 
 
 class AsyncLLM(async_llm.AsyncLLM):
@@ -25,7 +26,7 @@ class AsyncLLM(async_llm.AsyncLLM):
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         """Inside a running event loop. model and options as for LLM."""
-        self.plan = make_plan(EngineConfig(model=model, **options), frontend=Frontend.CALLER)
+        self.plan = make_plan(config_of({"model": model, **options}), frontend=Frontend.CALLER)
         tokenizer = Tokenizer(self.plan.model_path, self.plan.tokenizer_path)
         ranks = SpawnedRanks(self.plan, read_env().runtime_root)
         super().__init__(

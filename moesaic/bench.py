@@ -17,7 +17,7 @@ from rich.table import Table
 
 import moesaic
 from configs.env import read_env
-from front.messages import SamplingParams
+from front.params import SamplingParams
 from moesaic.bench_dbo import make_command
 from moesaic.command_line import VllmCommand
 from moesaic.http_client import Client, HttpError, unreached

@@ -15,7 +15,7 @@ from msgspec import structs
 
 import moesaic
 from configs.engine import EngineConfig
-from front.messages import SamplingParams
+from front.params import SamplingParams
 from front.trace_figures import StepFigures, figures
 from moesaic.command_line import VllmCommand
 from moesaic.options import engine_config, engine_options

@@ -12,8 +12,8 @@ from typing import Any, TextIO
 import click
 
 import moesaic
-from front.messages import SamplingParams
 from front.outputs import Delta, Progress
+from front.params import SamplingParams
 from moesaic.command_line import VllmCommand
 from moesaic.options import engine_config, engine_options
 

@@ -36,7 +36,8 @@ class LLM(Methods):
 
     def __init__(self, model: str | None = None, *, in_process: bool | None = None, **options: Any) -> None:
         """model: a Hugging Face directory; None: the embedded model. options: fields of EngineConfig, such as
-        data_parallel_size=4, enable_eplb=True, eplb=EplbConfig(window_size=200).
+        data_parallel_size=4, enable_eplb=True, eplb=EplbConfig(window_size=200); vLLM's keyword arguments are taken
+        where what they ask for is so anyway, and refused with a sentence where it cannot be.
 
         in_process: the one rank computes in this process, which imports torch for it: then a debugger, a profiler or
         hooks of torch reach the model. None: where torch has been imported already, or there are logits processors,
@@ -82,7 +83,7 @@ def _opened(asked: EngineConfig | dict[str, Any], in_process: bool | None) -> Op
     try:
         with no_collections():
             engine = importlib.import_module("moesaic.opened")
-        config = engine.EngineConfig(**asked) if isinstance(asked, dict) else asked
+        config = engine.config_of(asked) if isinstance(asked, dict) else asked
         opened: Opened = engine.open_engine(config, in_process, source)
     except BaseException:
         if source is not None:

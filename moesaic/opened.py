@@ -27,6 +27,27 @@ class Opened(NamedTuple):
     weights: OwnWeights | None  # of a rank in this process
 
 
+def config_of(asked: dict[str, Any]) -> EngineConfig:
+    """asked: keyword arguments. TypeError, ValueError."""
+    if asked.get("max_model_len") == -1:  # vLLM's "auto"
+        return _read(asked)
+    try:
+        return EngineConfig(**asked)
+    except TypeError:
+        return _read(asked)
+    except ValueError as error:
+        try:
+            return _read(asked)
+        except ValueError:
+            raise error from None
+
+
+def _read(asked: dict[str, Any]) -> EngineConfig:
+    """In vLLM's words; few ask so, and what reads them takes a while to import."""
+    config: EngineConfig = importlib.import_module("moesaic.keywords").config_of(asked)
+    return config
+
+
 def open_engine(config: EngineConfig, in_process: bool | None, source: Source | None) -> Opened:
     """in_process: as `moesaic.LLM` has it. source: a process that may become a rank; the caller drops it where this
     raises."""

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from front.front import EngineBusy, EngineDraining, EngineFailed
-from front.messages import SamplingParams
+from front.params import SamplingParams
 
 MAX_MESSAGE = 1000  # characters: a small bad request must not earn a huge answer
 RETRY_AFTER = (b"retry-after", b"1")

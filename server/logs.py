@@ -9,7 +9,7 @@ from typing import TextIO
 import msgspec
 from msgspec import Struct, field
 
-from front.messages import SamplingParams
+from front.params import SamplingParams
 from front.sequences import FinishedRequest
 
 REQUESTS = "moesaic.requests"

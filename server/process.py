@@ -33,8 +33,9 @@ from engine.process.malloc import return_freed_memory
 from engine.process.orphan import die_with_parent
 from engine.process.places import Places, write_small
 from front.async_llm import AsyncLLM
-from front.messages import SamplingParams, Shutdown
+from front.messages import Shutdown
 from front.model_defaults import model_defaults
+from front.params import SamplingParams
 from front.structured.xgrammar_backend import library as xgrammar_library
 from front.text.tokenizer import Tokenizer
 from front.wire import Numbers, ZmqRanks

@@ -17,8 +17,8 @@ from configs.server import ServerConfig
 from front.async_llm import AsyncLLM
 from front.chat.format import OutputFormat
 from front.chat.thinking import within_budget
-from front.messages import SamplingParams
 from front.outputs import Prompt
+from front.params import SamplingParams
 from front.sampling_params import resolve, validate
 from front.text.tokenizer import Tokenizer
 from server.api.params import FIELDS

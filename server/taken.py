@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from front.chat.format import OutputFormat
-from front.messages import StructuredOutputsParams
+from front.params import StructuredOutputsParams
 from server.api.messages import MessagesRequest
 from server.api.openai import ChatRequest, CompletionRequest
 from server.api.responses import ResponsesRequest

@@ -43,6 +43,7 @@ ONLY_PARTS = {
     "engine": {
         "front": {
             "front.messages",
+            "front.params",
             "front.structured.vocabulary",
             "front.structured.xgrammar_backend",
             "front.text.tokenizer",

@@ -19,7 +19,7 @@ from engine.step_buffers import StepBuffers
 from engine.step_memory import Limits
 from ep.backends.dispatchers import StepState
 from ep.instrumented import ExchangeTimes
-from front.messages import SamplingParams
+from front.params import SamplingParams
 from layers.step import StepInput
 from models.base import CausalLM
 

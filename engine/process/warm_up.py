@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from engine.process.heartbeat import beat_once, last_beat
 from engine.process.places import Places
 from engine.rank import Rank
-from front.messages import Abort, AddRequest, RankReady, SamplingParams
+from front.messages import Abort, AddRequest, RankReady
+from front.params import SamplingParams
 
 LOOK_SECONDS = 0.02
 # A rank that gives no sign of life for so long is not waited for; the monitor has ended it by then.

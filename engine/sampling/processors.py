@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.sampling.processor_names import described, processor_class
-from front.messages import SamplingParams
+from front.params import SamplingParams
 
 log = logging.getLogger("moesaic.rank")
 

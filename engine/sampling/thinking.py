@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from front.messages import ReasoningBudget
+from front.params import ReasoningBudget
 
 IN_FRONT = 4  # tokens that may stand before the one that begins reasoning: spaces
 

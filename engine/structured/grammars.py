@@ -15,7 +15,8 @@ import llguidance
 from engine.request import Request
 from engine.structured.guide import Guide
 from engine.structured.xgrammar_matcher import XgrammarMatcher
-from front.messages import Grammar, TokenOutput
+from front.messages import TokenOutput
+from front.params import Grammar
 from front.structured.vocabulary import grammar_limits, grammar_tokenizer
 from front.structured.xgrammar_backend import Compiler
 from front.text.tokenizer import Tokenizer

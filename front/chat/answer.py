@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from front.chat.events import Message
 from front.chat.format import OutputFormat
-from front.messages import SamplingParams
 from front.outputs import CompletionOutput, RequestOutput
+from front.params import SamplingParams
 from front.text.tokenizer import Tokenizer
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from front.chat.families import CALLS, REASONING
 from front.chat.format import OutputFormat
-from front.messages import ReasoningBudget, SamplingParams
+from front.params import ReasoningBudget, SamplingParams
 from front.text.tokenizer import Tokenizer
 
 

@@ -15,8 +15,9 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from front.messages import FinishReason, SamplingParams
+from front.messages import FinishReason
 from front.outputs import PositionLogprobs, Prompt, RequestOutput, TokenLogprob
+from front.params import SamplingParams
 from front.text.tokenizer import Tokenizer
 
 MAX_BEAM_WIDTH = 64

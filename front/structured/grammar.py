@@ -16,7 +16,7 @@ import msgspec
 from llguidance.gbnf_to_lark import any_to_lark
 
 from configs.server import STRUCTURED_BACKENDS
-from front.messages import Grammar, StructuredOutputsParams
+from front.params import Grammar, StructuredOutputsParams
 from front.structured.lark import WHITESPACE, JsonStyle, escaped, json_grammar, regex_rule
 from front.structured.patterns import check_counts
 from front.structured.tags import structural_tag_grammar

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from front.messages import StructuredOutputsParams
+from front.params import StructuredOutputsParams
 from front.structured.lark import ANY_TEXT, TEXT, JsonStyle, Specials, escaped, json_rule, literal, regex_rule
 from front.structured.patterns import check_counts
 

@@ -13,7 +13,7 @@ from msgspec import Struct
 from starlette.requests import Request
 
 from front.chat.format import OutputFormat
-from front.messages import SamplingParams, StructuredOutputsParams
+from front.params import SamplingParams, StructuredOutputsParams
 from server.api.generate import Job
 from server.api.messages import MessagesRequest
 from server.api.openai import GenerationRequest, StreamOptions, Usage

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from configs.server import ServerConfig
-from front.messages import SamplingParams
+from front.params import SamplingParams
 from front.search.beams import BeamSearchParams, validate_beams
 from server.api.openai import ChatRequest, CompletionRequest, GenerationRequest
 from server.errors import ApiError, bad_request, from_value_error

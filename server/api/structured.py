@@ -12,7 +12,7 @@ import msgspec
 from configs.server import STRUCTURED_BACKENDS
 from front.chat.families import HARMONY
 from front.chat.format import OutputFormat
-from front.messages import StructuredOutputsParams
+from front.params import StructuredOutputsParams
 from front.structured.grammar import checked_grammar
 from front.text.tokenizer import Tokenizer
 from server.api.openai import GenerationRequest, ResponseFormat

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from front.messages import SamplingParams
+from front.params import SamplingParams
 from server.api.openai import CompletionRequest, StreamOptions
 from server.errors import bad_request
 

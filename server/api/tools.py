@@ -12,7 +12,7 @@ from configs.server import ServerConfig
 from front.chat.families import HARMONY, chosen_families
 from front.chat.forced import forced_calls
 from front.chat.format import OutputFormat, output_format
-from front.messages import StructuredOutputsParams
+from front.params import StructuredOutputsParams
 from front.structured.grammar import checked_grammar
 from front.structured.tags import either_of
 from front.text.tokenizer import Tokenizer

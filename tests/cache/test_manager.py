@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from cache.manager import CacheManager, Holding, Prefix
 from engine.request import Request
-from front.messages import AddRequest, SamplingParams
+from front.messages import AddRequest
+from front.params import SamplingParams
 
 
 def request(tokens: list[int], salt: str = "") -> Request:

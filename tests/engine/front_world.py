@@ -22,10 +22,10 @@ from front.messages import (
     RankLost,
     RankStats,
     RankToFront,
-    SamplingParams,
     TokenOutput,
 )
 from front.outputs import Prompt
+from front.params import SamplingParams
 from front.sampling_params import resolve
 
 TOKENIZER = small_tokenizer()

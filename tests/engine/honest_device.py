@@ -7,7 +7,8 @@ from collections import deque
 
 from engine.schedule import Schedule
 from engine.scheduler import Scheduler
-from front.messages import AddRequest, Logprobs, SamplingParams, TokenOutput
+from front.messages import AddRequest, Logprobs, TokenOutput
+from front.params import SamplingParams
 
 VOCAB = 24
 EOS = 0

@@ -14,7 +14,7 @@ from engine.prepared import Chooser, PreparedStep
 from engine.schedule import NewRow, Schedule
 from engine.step_buffers import StepBuffers
 from engine.step_memory import Limits
-from front.messages import SamplingParams
+from front.params import SamplingParams
 
 Work = Sequence[tuple[int, Sequence[int], int]]  # sequence, tokens, position of the first; one token each comes first
 

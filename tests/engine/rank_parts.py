@@ -16,7 +16,8 @@ from engine.doorbell import SharedDoorbell
 from engine.rank import Rank
 from engine.team import Groups, Meet, Opened, Opening
 from ep.transport.group import MailboxGroup, MailboxWorld
-from front.messages import Abort, AddRequest, SamplingParams, TokenOutput
+from front.messages import Abort, AddRequest, TokenOutput
+from front.params import SamplingParams
 from models.registry import read_config
 
 DEFAULTS: dict[str, Any] = {

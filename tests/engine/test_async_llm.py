@@ -10,8 +10,9 @@ import pytest
 from front_parts import FakeRanks, ready, small_tokenizer
 
 from front.async_llm import AsyncLLM, EngineBusy, EngineDraining, EngineFailed
-from front.messages import Abort, AddRequest, FrontToRank, ResetPrefixCache, SamplingParams
+from front.messages import Abort, AddRequest, FrontToRank, ResetPrefixCache
 from front.outputs import Delta, Prompt
+from front.params import SamplingParams
 from front.sampling_params import resolve
 from front.wire import NotConnected
 

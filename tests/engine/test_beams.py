@@ -12,8 +12,8 @@ from amounts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from front.messages import SamplingParams
 from front.outputs import PositionLogprobs, Prompt, TokenLogprob
+from front.params import SamplingParams
 from front.search.beams import BeamSearchParams, Search
 from models.tiny import CHECKPOINT
 from moesaic import LLM

@@ -26,7 +26,7 @@ from ep.backends.local import LocalAllToAll
 from ep.experts import WeightFormat
 from ep.parallel import Parallel
 from eplb.placement import linear_placement
-from front.messages import ReasoningBudget
+from front.params import ReasoningBudget
 from mla.protocol import PrefillMode
 from models.registry import build, parse_config
 from moesaic import LLM, SamplingParams

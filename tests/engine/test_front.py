@@ -20,10 +20,10 @@ from front.messages import (
     RankFailed,
     RankReady,
     RankStats,
-    SamplingParams,
     TokenOutput,
 )
 from front.outputs import Delta, Prompt
+from front.params import SamplingParams
 from front.routing import RequestRouter
 from front.sampling_params import resolve, seeds
 

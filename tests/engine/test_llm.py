@@ -18,8 +18,9 @@ from engine.process.local_ranks import LocalRanks
 from front.async_llm import AsyncLLM
 from front.front import EngineBusy
 from front.llm import LLM
-from front.messages import Outputs, RankFailed, SamplingParams, Shutdown
+from front.messages import Outputs, RankFailed, Shutdown
 from front.outputs import Prompt
+from front.params import SamplingParams
 from front.sampling_params import resolve
 from front.text.tokenizer import Tokenizer
 from front.wire import RankSocket, ZmqRanks

@@ -8,8 +8,9 @@ from front_parts import FakeRanks, small_tokenizer
 from front.chat.events import Call, Message
 from front.front import EngineFailed
 from front.llm import LLM
-from front.messages import Abort, AddRequest, SamplingParams
+from front.messages import Abort, AddRequest
 from front.outputs import CompletionOutput, Progress
+from front.params import SamplingParams
 
 TOKENIZER = small_tokenizer()
 ANSWER = TOKENIZER.encode(" lived in a tree. The end", add_special_tokens=False)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from front.messages import SamplingParams
 from front.model_defaults import model_defaults
+from front.params import SamplingParams
 
 
 def test_recommended_values_replace_the_defaults(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 from front_parts import small_tokenizer
 
-from front.messages import SamplingParams
+from front.params import SamplingParams
 from front.sampling_params import resolve, seeds, validate
 
 VOCAB = 100

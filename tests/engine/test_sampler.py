@@ -16,7 +16,8 @@ from engine.sampling.noise import exponentials, race_bits, seed_keys, words
 from engine.sampling.sampler import Sampled, sample
 from engine.sampling.sampling_table import SamplingTable
 from engine.schedule import NewRow
-from front.messages import Logprobs, LogprobsMode, SamplingParams
+from front.messages import Logprobs, LogprobsMode
+from front.params import SamplingParams
 
 torch.set_num_threads(1)
 

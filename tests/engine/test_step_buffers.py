@@ -16,7 +16,7 @@ from engine.prepared import PreparedStep
 from engine.schedule import NewRow, Schedule
 from engine.step_buffers import StepBuffers
 from engine.step_memory import Limits
-from front.messages import SamplingParams
+from front.params import SamplingParams
 from layers.step import StepInput
 
 BLOCK = 4

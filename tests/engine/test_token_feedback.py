@@ -31,7 +31,7 @@ from engine.step_buffers import StepBuffers
 from engine.step_memory import Limits
 from ep.backends.dispatchers import StepState
 from ep.protocol import PeerLost
-from front.messages import ReasoningBudget, SamplingParams
+from front.params import ReasoningBudget, SamplingParams
 from models.base import CausalLM
 from native import Isa, isa, limit_isa
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from trace_checks import check_trace, hidden, lanes_of, read_trace
 
-from front.messages import SamplingParams
+from front.params import SamplingParams
 from moesaic import LLM
 from moesaic.cli import cli
 

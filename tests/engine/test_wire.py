@@ -23,10 +23,10 @@ from front.messages import (
     RankFailed,
     RankLost,
     RankStats,
-    SamplingParams,
     Shutdown,
     TokenOutput,
 )
+from front.params import SamplingParams
 from front.wire import (
     LINGER_SECONDS,
     NotConnected,

@@ -13,7 +13,7 @@ from typing import Any
 from configs.eplb import EplbConfig
 from front.chat.forced import forced_calls
 from front.chat.format import OutputFormat
-from front.messages import Grammar, ReasoningBudget, StructuredOutputsParams
+from front.params import Grammar, ReasoningBudget, StructuredOutputsParams
 from front.structured.grammar import checked_grammar
 from front.text.tokenizer import Tokenizer
 from models.tiny import CHECKPOINT

@@ -9,8 +9,8 @@ from typing import Any
 
 from front.chat.events import Message
 from front.collector import Collector
-from front.messages import SamplingParams
 from front.outputs import Prompt, RequestOutput
+from front.params import SamplingParams
 from moesaic import AsyncLLM
 from tests.matrix.features import Feature, Seen
 

@@ -34,7 +34,7 @@ from engine.plan import make_plan, model_numbers
 from engine.process.local_ranks import LocalRanks
 from ep.experts import WeightFormat
 from front.llm import LLM
-from front.messages import SamplingParams
+from front.params import SamplingParams
 from front.text.tokenizer import Tokenizer
 from layers.gguf.blocks import FORMS, convert, widen
 from layers.gguf.header import KINDS, read_header

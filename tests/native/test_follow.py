@@ -13,7 +13,7 @@ from engine.schedule import NewRow, Schedule
 from engine.speculation.drafter import num_new
 from engine.step_buffers import StepBuffers
 from engine.step_memory import Limits
-from front.messages import SamplingParams
+from front.params import SamplingParams
 from native import Isa, best_isa
 from native.drafts import BatchRows, follow
 

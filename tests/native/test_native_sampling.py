@@ -20,7 +20,7 @@ from engine.sampling.noise import exponentials, race_bits, seed_keys, words
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_table import GRAMMAR, SamplingBatch, SamplingTable
 from engine.schedule import NewRow
-from front.messages import SamplingParams
+from front.params import SamplingParams
 from native import Isa, best_isa, limit_isa, sampling
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the native kernels are not there")

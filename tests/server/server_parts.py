@@ -37,9 +37,9 @@ from front.messages import (
     RankStats,
     RankToFront,
     ResetPrefixCache,
-    SamplingParams,
     TokenOutput,
 )
+from front.params import SamplingParams
 from front.text.tokenizer import Tokenizer
 from server.app import build_app
 from server.process import HttpServer, http_config, listen

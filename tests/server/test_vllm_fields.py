@@ -7,7 +7,8 @@ import asyncio
 from server_parts import MODEL, last_prompt, server, small_tokenizer, until
 
 from configs.server import ServerConfig
-from front.messages import AddRequest, ReasoningBudget
+from front.messages import AddRequest
+from front.params import ReasoningBudget
 
 
 def test_invocations_are_what_their_body_is() -> None:

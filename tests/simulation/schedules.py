@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Struct, field
 
 from configs.engine import Plan
-from front.messages import SamplingParams
 from front.outputs import Prompt
+from front.params import SamplingParams
 from tests.simulation.standin import VOCABULARY, Facts, letter
 from tests.simulation.transport import Delays
 

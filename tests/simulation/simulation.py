@@ -10,8 +10,8 @@ from typing import Any, cast
 from ep.protocol import PeerLost
 from front.accusations import SILENT_SECONDS
 from front.members import State
-from front.messages import SamplingParams
 from front.outputs import Prompt
+from front.params import SamplingParams
 from launch.monitor import RankMonitor
 from launch.supervisor import Supervisor
 from tests.simulation import checks

@@ -17,7 +17,7 @@ from engine.runner import Runner, StepResult
 from engine.schedule import Schedule
 from ep.parallel import Parallel
 from eplb.placement import Placement
-from front.messages import SamplingParams
+from front.params import SamplingParams
 
 VOCABULARY = 61
 EOS = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from front.messages import SamplingParams
+from front.params import SamplingParams
 from tests.simulation.__main__ import run_one
 from tests.simulation.plants import PLANTS
 from tests.simulation.schedules import draw

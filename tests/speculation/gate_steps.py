@@ -16,7 +16,8 @@ from engine.speculation.speculation import Speculation
 from engine.speculation.times import StepTimes, Usual
 from engine.speculation.words import DECODES
 from ep.recorder import Kind
-from front.messages import AddRequest, SamplingParams
+from front.messages import AddRequest
+from front.params import SamplingParams
 
 
 def expected_tokens(acceptance: Sequence[float], depth: int) -> float:

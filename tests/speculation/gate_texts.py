@@ -13,7 +13,8 @@ from engine.speculation.drafter import num_new
 from engine.speculation.gate import Gate
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.speculation import Speculation
-from front.messages import AddRequest, SamplingParams
+from front.messages import AddRequest
+from front.params import SamplingParams
 
 
 def answering(number: int, tokens: list[int]) -> Request:

@@ -18,7 +18,8 @@ from engine.speculation.drafter import num_new
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.prediction import PredictionDrafter
 from engine.speculation.suffix import SuffixDrafter
-from front.messages import AddRequest, SamplingParams
+from front.messages import AddRequest
+from front.params import SamplingParams
 
 pytestmark = pytest.mark.speculation
 torch.set_num_threads(1)

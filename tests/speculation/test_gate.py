@@ -21,7 +21,7 @@ from engine.speculation.speculation import Speculation
 from engine.speculation.times import LATELY, StepTimes, Usual, size_of
 from engine.speculation.trials import AGAIN, TRIALS
 from engine.speculation.words import DECODES, LEADS
-from front.messages import SamplingParams
+from front.params import SamplingParams
 from models.tiny import CHECKPOINT
 
 pytestmark = pytest.mark.speculation

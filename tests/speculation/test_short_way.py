@@ -19,7 +19,7 @@ from engine.speculation.gate import Gate
 from engine.speculation.model_drafts import ModelDrafts
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.speculation import Speculation
-from front.messages import SamplingParams
+from front.params import SamplingParams
 
 pytestmark = pytest.mark.speculation
 

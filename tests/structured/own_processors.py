@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.sampling.processors import RequestLogitsProcessor
-from front.messages import SamplingParams
+from front.params import SamplingParams
 
 
 class NoRepeats:

@@ -17,7 +17,7 @@ from rank_parts import Job, drive, make_plan
 import moesaic
 from engine.build import build_rank
 from engine.sampling.processor_names import check_processors
-from front.messages import SamplingParams
+from front.params import SamplingParams
 from models.tiny import CHECKPOINT
 
 pytestmark = pytest.mark.structured

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.structured.guide import Guide, Masks, Words
-from front.messages import StructuredOutputsParams
+from front.params import StructuredOutputsParams
 from front.structured.grammar import checked_grammar
 from front.structured.vocabulary import grammar_limits, grammar_tokenizer
 from front.text.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ from schema_makers import FORMATS, JSON_PIECES, OwnVocabulary, make_instance, ma
 from structured_parts import whole
 from user_cases import FOLLOWED, REFUSED
 
-from front.messages import StructuredOutputsParams
+from front.params import StructuredOutputsParams
 from front.structured.grammar import checked_grammar
 from front.structured.vocabulary import Vocabulary, grammar_tokenizer
 from front.text.tokenizer import Tokenizer

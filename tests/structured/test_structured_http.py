@@ -14,7 +14,8 @@ import pytest
 from server_parts import Server, server, small_tokenizer
 from test_end_to_end import running
 
-from front.messages import AddRequest, SamplingParams, StructuredOutputsParams
+from front.messages import AddRequest
+from front.params import SamplingParams, StructuredOutputsParams
 from front.structured.grammar import checked_grammar
 from server.errors import unfinished
 

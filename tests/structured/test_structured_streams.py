@@ -14,7 +14,7 @@ from structured_parts import accepts
 
 from configs.speculation import SpeculativeConfig
 from engine.build import build_rank
-from front.messages import Grammar, StructuredOutputsParams
+from front.params import Grammar, StructuredOutputsParams
 from front.structured.grammar import checked_grammar
 from front.structured.vocabulary import grammar_tokenizer
 from front.text.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from engine.sampling.thinking import IN_FRONT, Thinking
 from front.chat.families import REASONING
 from front.chat.format import OutputFormat
 from front.chat.thinking import within_budget
-from front.messages import Grammar, ReasoningBudget, SamplingParams
+from front.params import Grammar, ReasoningBudget, SamplingParams
 from front.text.tokenizer import Tokenizer
 from models.tiny import CHECKPOINT
 from moesaic import LLM

@@ -21,7 +21,8 @@ from test_schemas import made_by
 from configs.server import ServerConfig
 from engine.structured.guide import Guide, Masks, Words
 from engine.structured.xgrammar_matcher import XgrammarMatcher
-from front.messages import AddRequest, StructuredOutputsParams
+from front.messages import AddRequest
+from front.params import StructuredOutputsParams
 from front.structured.grammar import checked_grammar
 from front.structured.xgrammar_backend import Compiler
 from front.text.tokenizer import Tokenizer

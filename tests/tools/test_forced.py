@@ -14,7 +14,7 @@ from tool_formats import RENDERED, harmony, hermes
 from front.chat.families import HARMONY
 from front.chat.forced import forced_calls
 from front.chat.format import OutputFormat
-from front.messages import StructuredOutputsParams
+from front.params import StructuredOutputsParams
 from front.structured.grammar import checked_grammar
 from front.structured.vocabulary import grammar_tokenizer
 from front.text.tokenizer import Tokenizer

@@ -1,0 +1,86 @@
+"""Keyword arguments of `moesaic.LLM` and `moesaic.AsyncLLM` that EngineConfig does not know, or not in that spelling:
+taken as `moesaic serve` takes the options of these names, and vLLM's beside them (moesaic/vllm_flags.py)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from msgspec import structs
+
+from configs.engine import EngineConfig
+from moesaic.command_line import VllmCommand
+from moesaic.options import engine_config, engine_options
+
+_FIELDS = {field.name: field.default for field in structs.fields(EngineConfig)}
+_OWN_DEFAULTS = "vllm"  # of `generation_config`
+
+
+def config_of(asked: Mapping[str, Any]) -> EngineConfig:
+    """TypeError for a keyword that is none; ValueError, one line that names it, for a value that cannot be."""
+    _check_defaults(asked.get("generation_config"))
+    words, kept = list[str](), dict[str, Any]()
+    for name, value in asked.items():
+        if name == "generation_config" or (value is None and name != "model"):
+            continue
+        if _can_be_written(value):
+            words += _words(name, value)
+        elif name in _FIELDS:
+            kept[name] = value
+        else:
+            raise ValueError(f"{name} cannot be {value!r:.100}")
+    try:
+        config = engine_config(_COMMAND.make_context("LLM", words).params)
+    except click.NoSuchOption as error:
+        name = _as_keyword(error.option_name)
+        raise TypeError(f"LLM has no keyword argument {name!r}{_alternatives(error.possibilities or ())}") from None
+    except click.UsageError as error:
+        text = error.format_message().replace("Invalid value for ", "")
+        raise ValueError(re.sub(r"'?(--[a-z0-9-]+)'?", lambda found: _as_keyword(found[1]), text)) from None
+    return structs.replace(config, **kept)
+
+
+@click.command(cls=VllmCommand, add_help_option=False)
+@engine_options
+def _COMMAND(**options: Any) -> None:
+    """Only parsed."""
+
+
+def _check_defaults(defaults: object) -> None:
+    """vLLM's `generation_config`: where the parameters come from of requests that bring none."""
+    if defaults not in (None, _OWN_DEFAULTS):
+        raise ValueError(
+            f"generation_config must be {_OWN_DEFAULTS!r}, not {defaults!r:.100}: without parameters generate() takes "
+            "SamplingParams(); LLM.get_default_sampling_params() has the model's"
+        )
+
+
+def _can_be_written(value: object) -> bool:
+    return isinstance(value, str | int | float | Path | dict | list | tuple) or str(value).startswith("torch.")
+
+
+def _words(name: str, value: Any) -> list[str]:
+    """As on a command line."""
+    flag, own = "--" + name.replace("_", "-"), _FIELDS.get(name)
+    if isinstance(value, bool):
+        if name == "enable_dbo":
+            return [f"{flag}={'on' if value else 'off'}"]
+        return [flag] if value else [f"--no-{flag[2:]}"] if isinstance(own, bool) else []
+    if name not in _FIELDS and value in ("", [], (), {}):  # nothing is asked for
+        return []
+    if isinstance(value, dict | list | tuple):
+        return [f"{flag}={json.dumps(value)}"]
+    return [f"{flag}={str(value).removeprefix('torch.')}"]
+
+
+def _as_keyword(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
+
+
+def _alternatives(flags: Iterable[str]) -> str:
+    names = sorted(map(_as_keyword, flags))
+    return f"; did you mean {' or '.join(names)}?" if names else ""

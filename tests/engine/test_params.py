@@ -61,7 +61,7 @@ def test_good(good: dict[str, object]) -> None:
         ({"frequency_penalty": math.inf}, "frequency_penalty must be from -2 to 2"),
         ({"repetition_penalty": 0}, "repetition_penalty must be from 0.001 to 1000, not 0"),
         ({"seed": 2**63}, "seed must be an integer from"),
-        ({"stop": "abc"}, "stop must be a tuple of strings, not str"),
+        ({"stop": 5}, "stop must be a tuple of strings, not int"),
         ({"stop": ("a",) * 17}, "stop must hold at most 16 strings, not 17"),
         ({"stop": ("",)}, "stop must hold strings of 1 to 1024 characters"),
         ({"stop": (1,)}, "stop must hold strings"),

@@ -13,7 +13,7 @@ questions, each on another rank, where tokens per second are the sum of what eac
 
 A row per case and number of streams: k_mean, drafts of a sequence and step; acceptance, of those, the part that was right; bound, what
 the ratio would be if a step took no longer with drafts and prompts took nothing; ratio, the middle one of tokens per second with drafts
-over those without. --chats: so many questions of other kinds are answered with drafts before, one by one. --drafts: always so many, not as many as pay. --options: of both servers, as `moesaic serve` takes them. --picture:
+over those without, which of the two servers is asked first alternates; error, the standard error of that middle one. --chats: so many questions of other kinds are answered with drafts before, one by one. --drafts: always so many, not as many as pay. --options: of both servers, as `moesaic serve` takes them. --picture:
 an SVG of tokens per second by streams, of the first case.
 """
 
@@ -130,11 +130,14 @@ def measure(case: str, streams: int, options: argparse.Namespace, plain: Server,
         asyncio.run(run(drafting.url, [{"max_tokens": options.tokens, "temperature": 0.0, "messages": [asked]}]))
     asyncio.run(run(plain.url, bodies)), asyncio.run(run(drafting.url, bodies))
     before, ratios, rates = counters(drafting), [], []
-    for _ in range(options.repeats):
-        expected, without = asyncio.run(run(plain.url, bodies))
-        got, with_drafts = asyncio.run(run(drafting.url, bodies))
-        assert got == expected, "the texts differ"
-        rates.append((rate_of(case, without, options.tokens), rate_of(case, with_drafts, options.tokens)))
+    for number in range(options.repeats):
+        texts, rate = [], []
+        for server in (plain, drafting) if number % 2 else (drafting, plain):
+            got, seconds = asyncio.run(run(server.url, bodies))
+            texts.append(got)
+            rate.append(rate_of(case, seconds, options.tokens))
+        assert texts[0] == texts[1], "the texts differ"
+        rates.append((rate[0], rate[1]) if number % 2 else (rate[1], rate[0]))
         ratios.append(rates[-1][1] / rates[-1][0])
     drafts, tokens, accepted = (now - then for now, then in zip(counters(drafting), before, strict=True))
     made = options.repeats * streams * options.tokens
@@ -146,6 +149,7 @@ def measure(case: str, streams: int, options: argparse.Namespace, plain: Server,
         "acceptance": round(accepted / tokens, 3) if tokens else 0.0,
         "bound": round(made / (made - accepted), 3),
         "ratio": round(statistics.median(ratios), 3),
+        "error": round(1.25 * statistics.stdev(ratios) / math.sqrt(len(ratios)), 3) if len(ratios) > 1 else None,
         "ratios": [round(ratio, 3) for ratio in ratios],
         "plain_tokens_per_s": round(statistics.median(rate for rate, _ in rates)),
         "tokens_per_s": round(statistics.median(rate for _, rate in rates)),

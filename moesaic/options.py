@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -12,7 +13,7 @@ import click
 from msgspec import structs
 
 from configs.dbo import DBO_MODES
-from configs.engine import EngineConfig
+from configs.engine import EngineConfig, Quantization
 from configs.eplb import EplbConfig, parse_eplb_config
 from configs.json_option import json_object
 from configs.speculation import METHODS
@@ -34,6 +35,8 @@ ALIASES = {
         "flashinfer_mla": "flashinfer", "triton_mla": "triton", "torch_sdpa": "torch", "cpu_attn": "auto",
     },
 }  # fmt: skip
+# Formats that checkpoints have, and say themselves.
+STORED = ("awq", "awq_marlin", "compressed-tensors", "gguf", "gptq", "gptq_marlin")
 MULTIPLES = {"K": 10**3, "M": 10**6, "G": 10**9, "k": 10**3, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
 
@@ -85,6 +88,17 @@ class Spelled(click.Choice[str]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         text = str(value).lower()
         return super().convert(self.aliases.get(text, text), param, ctx)
+
+
+class Quantized(Spelled):
+    """Those of `quantization`; what a checkpoint says itself asks for nothing."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if str(value).lower() not in STORED:
+            return super().convert(value, param, ctx)
+        why = "the checkpoint says how its weights are stored, and what is in 4 or 8 bits there stays so"
+        print(f"moesaic: --quantization {value} changes nothing: {why}", file=sys.stderr)
+        return ""  # no choice
 
 
 class Name(click.ParamType[str]):
@@ -195,7 +209,8 @@ OPTIONS = [
     _of("speculative_config",
         'Drafts, as a JSON object or a file with one, e.g. {"method": "ngram", "num_speculative_tokens": 5}; methods: '
         f"{', '.join(METHODS)}, none.", **_TEXT),
-    _of("quantization", "Keep all large matrices in 8 or 4 bits (native kernels)."),
+    _of("quantization", "Keep all large matrices in 8 or 4 bits (native kernels).",
+        type=Quantized(get_args(Quantization), {})),
     _of("kv_cache_dtype", "fp8: latents in 8 bits, a scale for 128 of them (DeepSeek)."),
     _of("attention_backend", "Of latent attention, on a GPU.", type=Name(ALIASES["attention_backend"])),
     _of("moe_backend", "What multiplies by the experts' weights.", type=Name({})),
@@ -296,6 +311,7 @@ def engine_config(values: dict[str, Any], default_ranks: int = 1, embedded_ranks
     _take_compilation_config(values)
     values["cudagraph_capture_sizes"] = _numbers("cudagraph_capture_sizes", values.get("cudagraph_capture_sizes"))
     _take_eplb_config(values)
+    values["quantization"] = values.get("quantization") or None
     drafts = values.pop("speculative_config", None)
     values["speculative_config"] = None if drafts is None else json_object("speculative_config", drafts)[0]
     overrides = values.pop("hf_overrides", None)

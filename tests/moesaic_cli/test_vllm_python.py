@@ -23,6 +23,8 @@ from moesaic.opened import config_of
         ({"dtype": "half"}, "dtype", "float16"),
         ({"dtype": torch.bfloat16}, "dtype", "bfloat16"),
         ({"dtype": "auto", "seed": 7}, "dtype", "auto"),
+        ({"quantization": "int4", "seed": 7}, "quantization", "int4"),
+        ({"quantization": "GPTQ"}, "quantization", None),
         ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype", "fp8"),
         ({"max_model_len": -1}, "max_model_len", None),
         ({"num_gpu_blocks_override": 64}, "num_kv_blocks", 64),
@@ -75,6 +77,8 @@ def test_what_asks_for_nothing_is_taken(capsys: pytest.CaptureFixture[str]) -> N
 def test_what_changes_nothing_although_it_was_meant_to_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert config_of({"seed": 3}) == EngineConfig()
     assert "seed changes nothing: requests without a seed" in capsys.readouterr().err
+    assert config_of({"quantization": "awq"}) == EngineConfig()
+    assert "--quantization awq changes nothing: the checkpoint says" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

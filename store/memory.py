@@ -51,7 +51,6 @@ _PART = struct.Struct("<QQ")  # offset (0: no room yet), full
 _LOCK = struct.Struct("hhqqi4x")  # struct flock
 # Bytes that are locked; parts follow.
 _ROOM_LOCK, _FIRST_PART_LOCK = 0, 1
-_PWRITE_LOCK = (1 << 62) - 1  # of the one that writes by pwrite(2)
 _USE_LOCK = 1 << 62  # shared by all that use a full store
 LOCK_SECONDS = 10.0  # for the lock on the header, which is held for microseconds
 
@@ -98,8 +97,7 @@ class Store:
         self._key = key.encode()
         assert len(self._key) <= 64
         self._libc = load_libc()
-        # Threads of one process share its locks on the file.
-        self._header, self._pwriting = threading.Lock(), threading.Lock()
+        self._header = threading.Lock()  # threads of one process share the lock on the file
         self.num_parts = 0
         try:
             self._reader = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -174,28 +172,15 @@ class Store:
 
     def write(self, start: int, data: Buffer) -> None:
         """Through the mapping where large pages have been prepared, else by pwrite(2): a small page that is not there
-        costs a page fault, and zeros before the data. But of all that call pwrite(2) for one file the kernel lets one
-        go on at a time, so the others write through the mapping meanwhile. Any thread may do this."""
+        costs a page fault, and zeros before the data. Any thread may do this; of those that call pwrite(2) for one file
+        the kernel lets one go on at a time."""
         view = memoryview(data).cast("B")
-        prepared = not isinstance(data, bytes) and self.pages.prepared(start, len(view))
-        if prepared or not self._pwritten(start, view):
+        if not isinstance(data, bytes) and self.pages.prepared(start, len(view)):
             ctypes.memmove(self.address + start, data, len(view))
-
-    def _pwritten(self, start: int, view: memoryview) -> bool:
-        """False: another thread, or another rank, calls pwrite(2) now."""
-        if not self._pwriting.acquire(blocking=False):
-            return False
-        locked = False
-        try:
-            locked = _lock(self._file, _PWRITE_LOCK)
-            done = 0
-            while locked and done < len(view):
-                done += os.pwrite(self._file, view[done : done + MOST_WRITTEN], start + done)
-        finally:
-            if locked:
-                _unlock(self._file, _PWRITE_LOCK)
-            self._pwriting.release()
-        return locked
+            return
+        done = 0
+        while done < len(view):
+            done += os.pwrite(self._file, view[done : done + MOST_WRITTEN], start + done)
 
     def fill(self, part: int) -> None:
         """Say that a claimed part is full, and give up the claim."""

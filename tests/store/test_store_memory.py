@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,35 +89,6 @@ def test_a_part_has_one_place_for_all(file: int) -> None:
         open_and_begin = open_store(make_store("small"))
         open_and_begin.begin(1)
         open_and_begin.room(0, 2 * ROOM)
-    one.close()
-    other.close()
-
-
-def test_one_pwrites_and_the_others_do_not_wait(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel lets one process or thread at a time into pwrite(2) for a file; a third asks while one is there."""
-    one, other = open_store(file), open_store(file)
-    one.begin(2)
-    other.begin(2)
-    first, second, third = one.room(0, 10), other.room(1, 10), one.room(1, 10) + 5
-    paths: list[str] = []
-    real = os.pwrite
-
-    def pwrite(descriptor: int, data: bytes, offset: int) -> int:
-        paths.append("pwrite")
-        if len(paths) == 1:  # meanwhile, of another rank and of another thread of this one
-            other.write(second, b"other")
-            thread = threading.Thread(target=one.write, args=(third, b"third"))
-            thread.start()
-            thread.join(60)
-        return real(descriptor, data[:3], offset)  # as the kernel may
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    one.write(first, b"first")
-    assert paths == ["pwrite", "pwrite"]
-    assert [store.read(first, 5) for store in (one, other)] == [b"first"] * 2
-    assert [store.read(second, 10) for store in (one, other)] == [b"otherthird"] * 2
-    other.write(second, b"again")
-    assert len(paths) == 4 and one.read(second, 10) == b"againthird"
     one.close()
     other.close()
 

@@ -37,7 +37,7 @@ def config_of(asked: Mapping[str, Any]) -> EngineConfig:
         config = engine_config(_COMMAND.make_context("LLM", words).params)
     except click.NoSuchOption as error:
         name = _as_keyword(error.option_name)
-        raise TypeError(f"LLM has no keyword argument {name!r}{_alternatives(error.possibilities or ())}") from None
+        raise TypeError(f"there is no keyword argument {name!r}{_alternatives(error.possibilities or ())}") from None
     except click.UsageError as error:
         text = error.format_message().replace("Invalid value for ", "")
         raise ValueError(re.sub(r"'?(--[a-z0-9-]+)'?", lambda found: _as_keyword(found[1]), text)) from None

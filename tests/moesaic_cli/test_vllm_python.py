@@ -88,7 +88,7 @@ def test_what_changes_nothing_although_it_was_meant_to_is_said(capsys: pytest.Ca
         ({"enable_lora": True}, ValueError, "^enable_lora cannot be: adapters are not supported$"),
         ({"kv_transfer_config": {"a": 1}}, ValueError, "^kv_transfer_config cannot be: caches do not travel"),
         ({"load_format": "tensorizer"}, ValueError, "^load_format must be auto or safetensors or gguf"),
-        ({"max_num_sequences": 3}, TypeError, "^LLM has no keyword argument 'max_num_sequences'"),
+        ({"max_num_sequences": 3}, TypeError, "^there is no keyword argument 'max_num_sequences'"),
         ({"max_num_seq": 3}, TypeError, r"'max_num_seq'; did you mean .*max_num_seqs"),
         ({"max_num_seqs": "many"}, ValueError, "^max_num_seqs must be an integer or None, not 'many'$"),
         ({"dtype": "int3"}, ValueError, "^dtype must be one of auto, float32, bfloat16, float16, not 'int3'$"),

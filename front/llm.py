@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+
 from front.chat.answer import read_messages
 from front.chat.families import chosen_families
 from front.chat.format import OutputFormat, output_format
@@ -19,7 +21,6 @@ from front.collector import Collector
 from front.driver import Driver
 from front.front import EngineFailed, FrontOutput
 from front.messages import BalanceStatus, RankStats
-from front.model_defaults import model_defaults
 from front.outputs import Delta, Progress, Prompt, RequestOutput
 from front.params import SamplingParams
 from front.profiling import ANSWER_SECONDS, EVENTS_PER_RANK
@@ -47,13 +48,15 @@ class LLM(Driver[Ranks]):
         max_logprobs: int = 20,
         processors: bool = False,
         logprobs_mode: str = "raw_logprobs",
+        defaults: SamplingParams | None = None,
         num_experts: int = 0,
         slots_per_rank: int = 0,
         ready_timeout: float = 600.0,
         silence_timeout: float = 600.0,
     ) -> None:
         """Waits until every rank is ready. num_experts, slots_per_rank: of one layer; they decide which losses are
-        survived. processors: the ranks have logits processors.
+        survived. processors: the ranks have logits processors. defaults: of calls without parameters; None:
+        SamplingParams().
 
         Timeouts in seconds: for all ranks to be ready, and for the longest silence while requests run.
         TimeoutError, EngineFailed.
@@ -62,6 +65,7 @@ class LLM(Driver[Ranks]):
             ranks, tokenizer, block_size=block_size, num_experts=num_experts, slots_per_rank=slots_per_rank
         )
         self._max_logprobs, self._processors, self._logprobs_mode = max_logprobs, processors, logprobs_mode
+        self._defaults = SamplingParams() if defaults is None else defaults
         self._silence_timeout = silence_timeout
         self._request_ids = itertools.count()
         self._collectors: dict[str, Collector] = {}
@@ -87,10 +91,10 @@ class LLM(Driver[Ranks]):
     ) -> list[RequestOutput]:
         """Continue each prompt (text, token ids, or vLLM's mappings of them); one result per prompt, in order.
 
-        sampling_params: one for all, or one per prompt; None: SamplingParams(). use_tqdm draws a bar on standard
-        error. progress is called after every batch of outputs, on_delta with each of them as it comes: the number of
-        the prompt, and what is new. ValueError names the prompt and what is wrong with it, before anything is sent. A
-        lost rank shows as a pause; EngineFailed when all are lost.
+        sampling_params: one for all, or one per prompt; None: get_default_sampling_params(). use_tqdm draws a bar on
+        standard error. progress is called after every batch of outputs, on_delta with each of them as it comes: the
+        number of the prompt, and what is new. ValueError names the prompt and what is wrong with it, before anything is
+        sent. A lost rank shows as a pause; EngineFailed when all are lost.
         """
         texts, token_ids = self._tokenize(prompts)
         reasoning = chosen_families(self.tokenizer.format_marks, None, None)[1]
@@ -115,7 +119,8 @@ class LLM(Driver[Ranks]):
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: messages of role and content, put into the model's chat template.
 
-        sampling_params None: answers may be as long as the context has room, which is the default of the chat API too.
+        sampling_params None: as for `generate`, but answers may be as long as the context has room, which is the
+        default of the chat API too.
         An output has its text as the model wrote it, and as `message` its content, reasoning and calls of `tools`
         apart, by the parsers of `moesaic serve`; None: those that the template names, "": none.
         """
@@ -139,7 +144,8 @@ class LLM(Driver[Ranks]):
         for conversation, text in zip(conversations, texts, strict=True):
             goes_on = str(conversation[-1].get("content") or "") if continue_final_message else None
             formats.append(output_format(families, schemas, text, goes_on))
-        sampling_params = SamplingParams(max_tokens=None) if sampling_params is None else sampling_params
+        if sampling_params is None:
+            sampling_params = msgspec.structs.replace(self._defaults, max_tokens=None)
         prompts = self._prompts(texts, token_ids, sampling_params, families[1], formats)
         with _shown(use_tqdm, len(prompts), progress) as tell:
             results = self._run(prompts, tell)
@@ -169,8 +175,8 @@ class LLM(Driver[Ranks]):
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """SamplingParams() with what the model's makers recommend (generation_config.json). ValueError."""
-        return model_defaults(self.tokenizer.model_dir)
+        """Of calls that bring none: what the model's makers recommend, unless `generation_config` is "vllm"."""
+        return self._defaults
 
     def start_profile(self, path: str | Path, capacity: int = EVENTS_PER_RANK) -> list[int]:
         """As Driver.start_profile; ValueError is all that it raises."""
@@ -237,7 +243,7 @@ class LLM(Driver[Ranks]):
     ) -> list[Prompt]:
         """reasoning: its family. formats: how outputs are read; (): not at all."""
         if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(texts)
+            each = [params or self._defaults] * len(texts)
         else:
             each = list(params)
             if len(each) != len(texts):

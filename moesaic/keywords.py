@@ -17,15 +17,13 @@ from moesaic.command_line import VllmCommand
 from moesaic.options import engine_config, engine_options
 
 _FIELDS = {field.name: field.default for field in structs.fields(EngineConfig)}
-_OWN_DEFAULTS = "vllm"  # of `generation_config`
 
 
 def config_of(asked: Mapping[str, Any]) -> EngineConfig:
     """TypeError for a keyword that is none; ValueError, one line that names it, for a value that cannot be."""
-    _check_defaults(asked.get("generation_config"))
     words, kept = list[str](), dict[str, Any]()
     for name, value in asked.items():
-        if name == "generation_config" or (value is None and name != "model"):
+        if value is None and name != "model":
             continue
         if _can_be_written(value):
             words += _words(name, value)
@@ -48,15 +46,6 @@ def config_of(asked: Mapping[str, Any]) -> EngineConfig:
 @engine_options
 def _COMMAND(**options: Any) -> None:
     """Only parsed."""
-
-
-def _check_defaults(defaults: object) -> None:
-    """vLLM's `generation_config`: where the parameters come from of requests that bring none."""
-    if defaults not in (None, _OWN_DEFAULTS):
-        raise ValueError(
-            f"generation_config must be {_OWN_DEFAULTS!r}, not {defaults!r:.100}: without parameters generate() takes "
-            "SamplingParams(); LLM.get_default_sampling_params() has the model's"
-        )
 
 
 def _can_be_written(value: object) -> bool:

@@ -34,7 +34,14 @@ class LLM(Methods):
 
     plan: Plan
 
-    def __init__(self, model: str | None = None, *, in_process: bool | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        in_process: bool | None = None,
+        generation_config: str = "auto",
+        **options: Any,
+    ) -> None:
         """model: a Hugging Face directory; None: the embedded model. options: fields of EngineConfig, such as
         data_parallel_size=4, enable_eplb=True, eplb=EplbConfig(window_size=200); vLLM's keyword arguments are taken
         where what they ask for is so anyway, and refused with a sentence where it cannot be.
@@ -43,12 +50,14 @@ class LLM(Methods):
         hooks of torch reach the model. None: where torch has been imported already, or there are logits processors,
         which may be classes of this script, or there is a GPU. A process of its own is ready sooner, as it imports
         beside this one, and less; and it is started again if it is lost."""
-        self._hold(_opened({"model": model, **options}, in_process))
+        self._hold(_opened({"model": model, **options}, in_process, generation_config))
 
     @classmethod
-    def from_config(cls, config: EngineConfig, *, in_process: bool | None = None) -> Self:
+    def from_config(
+        cls, config: EngineConfig, *, in_process: bool | None = None, generation_config: str = "auto"
+    ) -> Self:
         self = cls.__new__(cls)
-        self._hold(_opened(config, in_process))
+        self._hold(_opened(config, in_process, generation_config))
         return self
 
     def _hold(self, opened: Opened) -> None:
@@ -77,14 +86,14 @@ class LLM(Methods):
             self._weights = None
 
 
-def _opened(asked: EngineConfig | dict[str, Any], in_process: bool | None) -> Opened:
+def _opened(asked: EngineConfig | dict[str, Any], in_process: bool | None, generation_config: str) -> Opened:
     """asked: a configuration, or fields of one."""
     source = None if in_process or "torch" in sys.modules else take_source()
     try:
         with no_collections():
             engine = importlib.import_module("moesaic.opened")
         config = engine.config_of(asked) if isinstance(asked, dict) else asked
-        opened: Opened = engine.open_engine(config, in_process, source)
+        opened: Opened = engine.open_engine(config, in_process, generation_config, source)
     except BaseException:
         if source is not None:
             source.drop()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from configs.engine import EngineConfig, Frontend, Plan
 from configs.env import read_env
 from engine.plan import make_plan
+from front.model_defaults import model_defaults
 from front.text.tokenizer import Tokenizer
 from launch.early import Source
 from launch.spawned import SpawnedRanks
@@ -48,9 +49,12 @@ def _read(asked: dict[str, Any]) -> EngineConfig:
     return config
 
 
-def open_engine(config: EngineConfig, in_process: bool | None, source: Source | None) -> Opened:
-    """in_process: as `moesaic.LLM` has it. source: a process that may become a rank; the caller drops it where this
-    raises."""
+def open_engine(config: EngineConfig, in_process: bool | None, generation_config: str, source: Source | None) -> Opened:
+    """in_process, generation_config: as `moesaic.LLM` has them. source: a process that may become a rank; the caller
+    drops it where this raises."""
+    if generation_config not in ("auto", "vllm"):
+        raise ValueError(f"generation_config must be 'auto' or 'vllm', not {generation_config!r:.100}")
+    recommended = generation_config == "auto"
     ranks = config.data_parallel_size
     if in_process and ranks > 1:
         raise ValueError(f"in_process is for one rank, not for data_parallel_size {ranks}")
@@ -58,29 +62,29 @@ def open_engine(config: EngineConfig, in_process: bool | None, source: Source | 
     if not (here if in_process is None else in_process):
         plan = make_plan(config, frontend=Frontend.CALLER)
         if in_process is not None or ranks > 1 or plan.device == "cpu":
-            return _beside(plan, source)
+            return _beside(plan, recommended, source)
     if source is not None:
         source.drop()
-    return _here(make_plan(config, frontend=Frontend.IN_PROCESS))
+    return _here(make_plan(config, frontend=Frontend.IN_PROCESS), recommended)
 
 
-def _here(plan: Plan) -> Opened:
+def _here(plan: Plan, recommended: bool) -> Opened:
     with no_collections():
         own = importlib.import_module("engine.process.local_ranks")
     weights = OwnWeights(plan)
     try:
         ranks = own.start_local(plan, weights.store)
+        weights.map_ahead()
+        return Opened(plan, _over(ranks, plan, recommended), weights)
     except BaseException:
         weights.close()
         raise
-    weights.map_ahead()
-    return Opened(plan, _over(ranks, plan), weights)
 
 
-def _beside(plan: Plan, source: Source | None) -> Opened:
+def _beside(plan: Plan, recommended: bool, source: Source | None) -> Opened:
     spawned = SpawnedRanks(plan, read_env().runtime_root, source)
     try:
-        llm = _over(spawned, plan, num_experts=plan.num_experts, slots_per_rank=plan.slots_per_rank)
+        llm = _over(spawned, plan, recommended, num_experts=plan.num_experts, slots_per_rank=plan.slots_per_rank)
     except RuntimeError:  # EngineFailed
         if spawned.bad_input:
             raise ValueError(spawned.bad_input) from None
@@ -88,10 +92,17 @@ def _beside(plan: Plan, source: Source | None) -> Opened:
     return Opened(plan, llm, None)
 
 
-def _over(ranks: Ranks, plan: Plan, **numbers: int) -> LLM:
+def _over(ranks: Ranks, plan: Plan, recommended: bool, **numbers: int) -> LLM:
+    """recommended: calls without parameters take what generation_config.json has."""
     with no_collections():
         front = importlib.import_module("front.llm")
     of_plan: dict[str, Any] = {name: getattr(plan, name) for name in ("block_size", "max_logprobs", "logprobs_mode")}
-    tokenizer = Tokenizer(plan.model_path, plan.tokenizer_path)
-    llm: LLM = front.LLM(ranks, tokenizer, processors=bool(plan.logits_processors), **of_plan, **numbers)
+    of_plan["processors"] = bool(plan.logits_processors)
+    try:
+        tokenizer = Tokenizer(plan.model_path, plan.tokenizer_path)
+        defaults = model_defaults(plan.model_path) if recommended else None
+    except BaseException:
+        ranks.close()
+        raise
+    llm: LLM = front.LLM(ranks, tokenizer, defaults=defaults, **of_plan, **numbers)
     return llm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import moesaic
 from configs.engine import EngineConfig
 from configs.eplb import EplbConfig
+from front.model_defaults import model_defaults
 from models.tiny import CHECKPOINT
 from moesaic.opened import config_of
 
@@ -42,7 +44,6 @@ from moesaic.opened import config_of
         ({"served_model_name": ["a", "b"], "seed": 0}, "served_model_name", ("a", "b")),
         ({"eplb": EplbConfig(window_size=5), "seed": 0}, "eplb", EplbConfig(window_size=5)),
         ({"model": CHECKPOINT, "seed": 0}, "model", str(CHECKPOINT)),
-        ({"generation_config": "vllm"}, "model", None),
     ],
 )
 def test_what_a_keyword_becomes(asked: dict[str, Any], field: str, value: object) -> None:
@@ -94,7 +95,6 @@ def test_what_changes_nothing_although_it_was_meant_to_is_said(capsys: pytest.Ca
         ({"dtype": "int3"}, ValueError, "^dtype must be one of auto, float32, bfloat16, float16, not 'int3'$"),
         ({"max_num_seqs": "many", "seed": 0}, ValueError, "^max_num_seqs: 'many' is not a number"),
         ({"compilation_config": {"level": 3}}, ValueError, "compilation_config: 'level' is not supported"),
-        ({"generation_config": "auto"}, ValueError, "^generation_config must be 'vllm', not 'auto': .*get_default"),
         ({"worker_cls": object}, ValueError, "^worker_cls cannot be <class 'object'>$"),
     ],
 )
@@ -130,8 +130,7 @@ def test_what_else_scripts_ask_for(llm: moesaic.LLM) -> None:
     tokenizer = llm.get_tokenizer()
     assert tokenizer.decode(tokenizer.encode("A cat")) == "A cat"
     assert "cat" in tokenizer.apply_chat_template([{"role": "user", "content": "a cat"}])
-    params = llm.get_default_sampling_params()
-    assert isinstance(params, moesaic.SamplingParams)
+    assert llm.get_default_sampling_params() == model_defaults(CHECKPOINT) != moesaic.SamplingParams()
     prompt = "The little dog and the big cat went to the park to play with a red ball, and then they " * 3
     greedy = moesaic.SamplingParams(max_tokens=2, temperature=0.0, stop=None, stop_token_ids=None, bad_words=None)
     cached = [llm.generate(prompt, greedy)[0].num_cached_tokens for _ in range(2)]
@@ -147,3 +146,28 @@ def test_one_stop_string(llm: moesaic.LLM) -> None:
         [cut] = llm.generate("Once upon a time", moesaic.SamplingParams(max_tokens=12, temperature=0.0, stop=stop))
         assert cut.outputs[0].text == whole.outputs[0].text.partition(word)[0]
         assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", word)
+
+
+def test_calls_without_parameters_take_what_the_makers_recommend(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in CHECKPOINT.iterdir():
+        (model / file.name).symlink_to(file)
+    recommended = model / "generation_config.json"
+    recommended.unlink()
+    recommended.write_text('{"temperature": 0.0}')
+    greedy = moesaic.SamplingParams(temperature=0.0)
+    with moesaic.LLM(str(model)) as llm:
+        assert llm.get_default_sampling_params() == greedy
+        told = [llm.generate("Once upon a time", params)[0].outputs[0].text for params in (None, greedy, None)]
+        assert told[0] == told[1] == told[2]
+        chat = [{"role": "user", "content": "Tell me a story about a cat."}]
+        whole = moesaic.SamplingParams(temperature=0.0, max_tokens=None)
+        assert llm.chat(chat)[0].outputs[0].text == llm.chat(chat, whole)[0].outputs[0].text
+    with moesaic.LLM(str(model), generation_config="vllm") as llm:
+        assert llm.get_default_sampling_params() == moesaic.SamplingParams()
+    with pytest.raises(ValueError, match="generation_config must be 'auto' or 'vllm', not 'mine'"):
+        moesaic.LLM(str(model), generation_config="mine")
+    recommended.write_text('{"temperature": -1}')
+    with pytest.raises(ValueError, match=r"generation_config.json: temperature must be from 0 to 2, not -1"):
+        moesaic.LLM(str(model))

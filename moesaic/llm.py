@@ -46,6 +46,9 @@ class LLM(Methods):
         data_parallel_size=4, enable_eplb=True, eplb=EplbConfig(window_size=200); vLLM's keyword arguments are taken
         where what they ask for is so anyway, and refused with a sentence where it cannot be.
 
+        generation_config: where the parameters come from of calls that bring none: "auto": the model's
+        generation_config.json; "vllm": SamplingParams().
+
         in_process: the one rank computes in this process, which imports torch for it: then a debugger, a profiler or
         hooks of torch reach the model. None: where torch has been imported already, or there are logits processors,
         which may be classes of this script, or there is a GPU. A process of its own is ready sooner, as it imports

@@ -32,7 +32,7 @@ def config_of(asked: Mapping[str, Any]) -> EngineConfig:
         else:
             raise ValueError(f"{name} cannot be {value!r:.100}")
     try:
-        config = engine_config(_COMMAND.make_context("LLM", words).params)
+        config = engine_config(_command.make_context("LLM", words).params)
     except click.NoSuchOption as error:
         name = _as_keyword(error.option_name)
         raise TypeError(f"there is no keyword argument {name!r}{_alternatives(error.possibilities or ())}") from None
@@ -44,8 +44,8 @@ def config_of(asked: Mapping[str, Any]) -> EngineConfig:
 
 @click.command(cls=VllmCommand, add_help_option=False)
 @engine_options
-def _COMMAND(**options: Any) -> None:
-    """Only parsed."""
+def _command(**options: Any) -> None:
+    """Its words are parsed, and it is never called."""
 
 
 def _can_be_written(value: object) -> bool:

@@ -9,7 +9,7 @@ changed, and the request says what it expects (the changed text is what a model 
 ngram: the same stories, whose texts hardly repeat themselves, with method ngram. editing: the model is asked to write a text again with another name in it, and drafts come from the
 text that it was given (method ngram); edited: the same with that text as the request's prediction; beside: the same beside as many
 questions, each on another rank, where tokens per second are the sum of what each stream gets. These want a model that follows
-(SmolLM2: benchmarks/real_weights.py). Every request is greedy, and its tokens are the same with and without drafts, which is checked.
+(SmolLM2: benchmarks/real_weights.py). none: neither server drafts, which tells how exact ratios are. Every request is greedy, and its tokens are the same with and without drafts, which is checked.
 
 A row per case and number of streams: k_mean, drafts of a sequence and step; acceptance, of those, the part that was right; bound, what
 the ratio would be if a step took no longer with drafts and prompts took nothing; ratio, the middle one of tokens per second with drafts

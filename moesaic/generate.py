@@ -45,7 +45,7 @@ def command(prompts: tuple[str, ...], trace: str | None, as_json: bool, **option
     with moesaic.LLM.from_config(engine_config(options)) as llm:
         writer = InOrder(texts, as_json, sys.stdout)
         several = len(texts) > 1
-        bar = several and sys.stderr.isatty() and not sys.stdout.isatty()  # the texts come on a terminal
+        bar = several and sys.stderr.isatty() and not sys.stdout.isatty()  # where the texts come it would be in between
         progress = _told_in_lines(len(texts)) if several and not bar else None
         with _traced(llm, trace):
             llm.generate(texts, params, use_tqdm=bar, progress=progress, on_delta=writer.add)

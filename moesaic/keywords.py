@@ -21,16 +21,14 @@ _FIELDS = {field.name: field.default for field in structs.fields(EngineConfig)}
 
 def config_of(asked: Mapping[str, Any]) -> EngineConfig:
     """TypeError for a keyword that is none; ValueError, one line that names it, for a value that cannot be."""
+    if "config" in asked:  # on a command line a file of options
+        raise TypeError("there is no keyword argument 'config'; LLM.from_config takes an EngineConfig")
     words, kept = list[str](), dict[str, Any]()
     for name, value in asked.items():
-        if value is None and name != "model":
-            continue
-        if _can_be_written(value):
-            words += _words(name, value)
-        elif name in _FIELDS:
+        if name in _FIELDS and not _can_be_written(value):
             kept[name] = value
-        else:
-            raise ValueError(f"{name} cannot be {value!r:.100}")
+        elif value is not None:
+            words += _words(name, value)
     try:
         config = engine_config(_command.make_context("LLM", words).params)
     except click.NoSuchOption as error:
@@ -49,7 +47,9 @@ def _command(**options: Any) -> None:
 
 
 def _can_be_written(value: object) -> bool:
-    return isinstance(value, str | int | float | Path | dict | list | tuple) or str(value).startswith("torch.")
+    """None is as if nothing had been given."""
+    written = isinstance(value, str | int | float | Path | dict | list | tuple)
+    return written or value is None or str(value).startswith("torch.")
 
 
 def _words(name: str, value: Any) -> list[str]:
@@ -62,7 +62,10 @@ def _words(name: str, value: Any) -> list[str]:
     if name not in _FIELDS and value in ("", [], (), {}):  # nothing is asked for
         return []
     if isinstance(value, dict | list | tuple):
-        return [f"{flag}={json.dumps(value)}"]
+        try:
+            return [f"{flag}={json.dumps(value)}"]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name} must hold what JSON can: {error}") from None
     return [f"{flag}={str(value).removeprefix('torch.')}"]
 
 

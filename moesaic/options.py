@@ -93,12 +93,13 @@ class Spelled(click.Choice[str]):
 class Quantized(Spelled):
     """Those of `quantization`; what a checkpoint says itself asks for nothing."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """None: nothing is asked for."""
         if str(value).lower() not in STORED:
             return super().convert(value, param, ctx)
         why = "the checkpoint says how its weights are stored, and what is in 4 or 8 bits there stays so"
         print(f"moesaic: --quantization {value} changes nothing: {why}", file=sys.stderr)
-        return ""  # no choice
+        return None
 
 
 class Name(click.ParamType[str]):
@@ -311,7 +312,6 @@ def engine_config(values: dict[str, Any], default_ranks: int = 1, embedded_ranks
     _take_compilation_config(values)
     values["cudagraph_capture_sizes"] = _numbers("cudagraph_capture_sizes", values.get("cudagraph_capture_sizes"))
     _take_eplb_config(values)
-    values["quantization"] = values.get("quantization") or None
     drafts = values.pop("speculative_config", None)
     values["speculative_config"] = None if drafts is None else json_object("speculative_config", drafts)[0]
     overrides = values.pop("hf_overrides", None)

@@ -106,6 +106,7 @@ MODULES = (
     "pkgutil",
     "tarfile",
 )
+# Lazily: of torch's functions few are called, and looking all of them up takes time.
 _OF_TORCH = (("libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL), ("libtorch_python.so", os.RTLD_LAZY))
 
 

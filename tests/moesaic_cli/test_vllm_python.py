@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,11 @@ def test_what_changes_nothing_although_it_was_meant_to_is_said(capsys: pytest.Ca
         ({"dtype": "int3"}, ValueError, "^dtype must be one of auto, float32, bfloat16, float16, not 'int3'$"),
         ({"max_num_seqs": "many", "seed": 0}, ValueError, "^max_num_seqs: 'many' is not a number"),
         ({"compilation_config": {"level": 3}}, ValueError, "compilation_config: 'level' is not supported"),
-        ({"worker_cls": object}, ValueError, "^worker_cls cannot be <class 'object'>$"),
+        ({"worker_cls": object}, ValueError, "^worker_cls cannot be: code of others is not run in the ranks$"),
+        ({"config": EngineConfig()}, TypeError, "^there is no keyword argument 'config'; LLM.from_config takes"),
+        ({"something": object()}, TypeError, "^there is no keyword argument 'something'"),
+        ({"hf_overrides": len, "seed": 0}, ValueError, "^hf_overrides must be of type dict"),
+        ({"hf_overrides": {"a": object()}, "seed": 0}, ValueError, "^hf_overrides must hold what JSON can: "),
     ],
 )
 def test_what_is_refused(asked: dict[str, Any], error: type[Exception], said: str) -> None:
@@ -122,8 +127,10 @@ def test_log_probabilities_are_read_as_dicts(llm: moesaic.LLM) -> None:
         for other, found in position.items():
             assert found.token_id == other and found.decoded_token == llm.get_tokenizer().decode([other])
         assert position.get(-1) is None and -1 not in position
-    assert result.prompt_logprobs[0] is None
-    assert [result.prompt_token_ids[at] in position for at, position in enumerate(result.prompt_logprobs) if position]
+    first, *others = result.prompt_logprobs
+    assert first is None and len(others) == len(result.prompt_token_ids) - 1 > 0
+    for token_id, place in zip(result.prompt_token_ids[1:], others, strict=True):
+        assert place is not None and token_id in place
 
 
 def test_what_else_scripts_ask_for(llm: moesaic.LLM) -> None:
@@ -171,3 +178,17 @@ def test_calls_without_parameters_take_what_the_makers_recommend(tmp_path: Path)
     recommended.write_text('{"temperature": -1}')
     with pytest.raises(ValueError, match=r"generation_config.json: temperature must be from 0 to 2, not -1"):
         moesaic.LLM(str(model))
+
+
+def test_the_async_engine_takes_them_too() -> None:
+    async def run() -> None:
+        llm = moesaic.AsyncLLM(tensor_parallel_size=1, dtype="bf16", enforce_eager=True)
+        try:
+            await llm.wait_ready(60)
+            assert (llm.plan.dtype, llm.plan.cudagraph_mode) == ("bfloat16", "none")
+        finally:
+            await llm.close()
+        with pytest.raises(TypeError, match="there is no keyword argument 'nonsense'"):
+            moesaic.AsyncLLM(nonsense=1)
+
+    asyncio.run(run())

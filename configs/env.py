@@ -64,21 +64,23 @@ def _user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
 
 
-WITH_NUMPY = {"OPENBLAS_NUM_THREADS": "1"}  # no rank computes with it, and a process with threads is not forked
+# No rank computes with numpy, and a process with threads is not forked; nor with devices that other packages bring,
+# which torch would look for among all that are installed.
+OF_RANKS = {"OPENBLAS_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 _SPINS = "10000"  # about 100 microseconds: from one operation to the next, and nothing while a rank is idle
 # What libraries read of an environment when they are loaded, in a process that does not know of its plan yet: as most
 # ranks have it that have several threads; with one it does not matter.
-BEFORE_PLAN = {**WITH_NUMPY, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": _SPINS}
+BEFORE_PLAN = {**OF_RANKS, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": _SPINS}
 
 
 def child_environment(threads: int, spin: bool = False, gpus: bool = False) -> dict[str, str]:
     """The environment of a rank: every OpenMP-like library of it gets `threads` threads and sleeps when it waits,
-    because ranks share the cores of one machine and a spinning one starves the others; numpy's gets one (`WITH_NUMPY`).
+    because ranks share the cores of one machine and a spinning one starves the others; numpy's gets one (`OF_RANKS`).
     spin: not before it has looked for work for a moment. gpus: ranks have GPUs, all of one machine: DeepEP is not to
     ask NCCL for InfiniBand, and NCCL's own watchdog is not to end a process whose peer is lost. Texts are tokenized in
     the thread that asks, as a waiting core has other work."""
     wanted = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    wanted |= {**WITH_NUMPY, "TOKENIZERS_PARALLELISM": "false"}
+    wanted |= {**OF_RANKS, "TOKENIZERS_PARALLELISM": "false"}
     if spin:
         wanted["GOMP_SPINCOUNT"] = _SPINS
     unless_set = {"EP_DISABLE_GIN": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"} if gpus else {}

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from msgspec import Struct
 from msgspec.structs import replace
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from ep.backends.collective import CollectiveAllToAll
 from ep.backends.deepep import DeepEpBuffer
@@ -289,7 +289,8 @@ def _gloo_groups(
         try:
             all_ranks.sign_in(port=-1 if served is None else served.port)
             found = all_ranks.await_all(timeout, watch, stop)
-            store = PrefixStore(str(epoch), join_store(found[0].port, timeout) if served is None else served)
+            common = join_store(found[0].port, timeout) if served is None else served
+            store = dist.PrefixStore(str(epoch), common)  # type: ignore[attr-defined]
 
             def gone() -> bool:
                 return bool(watch.ended()) or (stop is not None and stop())

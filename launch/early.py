@@ -9,7 +9,7 @@ import socket
 import subprocess
 from typing import NamedTuple
 
-from engine.process.orphan import child_command
+from engine.process.child import child_command
 from launch.lasting import popen
 
 MODULE = "engine.process.fork_process"

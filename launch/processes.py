@@ -25,8 +25,9 @@ from types import FrameType, TracebackType
 import msgspec
 from msgspec import Struct
 
+from engine.process.child import child_command
 from engine.process.fork_process import Told
-from engine.process.orphan import adopt_orphans, child_command
+from engine.process.orphan import adopt_orphans
 from engine.process.places import CACHE_FILES, FILE_BYTES, socket_address
 from launch.early import Source, start_source, take_source
 from launch.forks import NAME as FORKS

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from configs.engine import Plan
-from engine.process.orphan import child_command
+from engine.process.child import child_command
 from engine.process.places import store_capacity, store_names
 from store.cache import WeightCache
 from store.memory import Store, complete_key, make_store

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from moesaic.rooms import ROOMS, check_rooms, no_collections
+from moesaic.rooms import check_own_rooms, no_collections
 
 if TYPE_CHECKING:
     from configs.engine import EngineConfig
@@ -48,6 +48,6 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'moesaic' has no attribute {name!r}")
-    check_rooms(room for room in ROOMS if room != "server")  # that one is a server's alone: a script may have the name
+    check_own_rooms()
     with no_collections():
         return getattr(importlib.import_module(_HOMES[name]), name)

@@ -4,6 +4,7 @@ user's, such as configs.py in the working directory, would be imported in their 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib.util
 from collections.abc import Iterable, Iterator
@@ -28,6 +29,12 @@ def check_rooms(rooms: Iterable[str] = ROOMS) -> None:
                 f"{found} would be imported in the place of Moesaic's package {room}: rename it, or start Moesaic from "
                 "another directory"
             )
+
+
+@functools.cache
+def check_own_rooms() -> None:
+    """The same, once, of all but the server's, whose name a script may have."""
+    check_rooms(room for room in ROOMS if room != "server")
 
 
 @contextlib.contextmanager

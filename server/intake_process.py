@@ -25,8 +25,9 @@ import msgspec
 from configs.engine import Plan
 from configs.env import child_environment
 from configs.server import ServerConfig
+from engine.process.child import child_command
 from engine.process.malloc import return_freed_memory
-from engine.process.orphan import child_command, die_with_parent
+from engine.process.orphan import die_with_parent
 from front.text.tokenizer import Tokenizer
 from server.errors import ApiError, unavailable
 from server.intake import Intake

@@ -2,8 +2,8 @@
 only, and for our own processes: in a caller's, what an import does besides may be missed.
 
 torch imports much together with everything else that a rank on a CPU never asks for: its operations on tensors without
-data (fake tensors, which torch.compile computes shapes with), graphs of Python functions, exporting, optimizers,
-distributions, layers of its own (`OF_TORCH` of engine/process/torch_ahead.py).
+data (fake tensors, which torch.compile computes shapes with), graphs of Python functions, TorchScript, exporting,
+optimizers, distributions, layers of its own (`OF_VERSION` of engine/process/torch_ahead.py).
 """
 
 from __future__ import annotations
@@ -13,16 +13,32 @@ import importlib.machinery
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from types import ModuleType
+from typing import NamedTuple
 
 
-def defer(
-    names: Collection[str], functions: Mapping[str, Collection[str]] | None = None, in_order: bool = True
-) -> None:
-    """From now on, those that have not been imported yet. functions: by the name of such a module functions of it that
-    are taken of it and not called: what is given out in their place imports it when it is called. in_order: modules
-    that import each other and only work in some orders: those that were met before one that is asked for come first."""
-    sys.meta_path.insert(0, _Finder(frozenset(names), functions or {}, in_order))
+class Deferral(NamedTuple):
+    """What is deferred, and what can be had of it meanwhile. Mappings are by the name of a module."""
+
+    names: Collection[str]
+    # Functions that are taken and not called: what is given out in their place imports the module when it is called.
+    functions: Mapping[str, Collection[str]] = {}
+    # Functions that are told something and return nothing: the module hears of the calls when it is imported.
+    kept: Mapping[str, Collection[str]] = {}
+    # Functions, and what they return in this process in place of what they would, also when the module is there.
+    answers: Mapping[str, Mapping[str, object]] = {}
+    # What the module only passes on, and the name of the module that it has it from.
+    passed_on: Mapping[str, Mapping[str, str]] = {}
+    # What the names of modules begin with that are imported without their package, if that is deferred.
+    alone: tuple[str, ...] = ()
+    # They import each other, and only work in some orders: those that were met before one that is asked for come first.
+    in_order: bool = True
+
+
+def defer(deferral: Deferral) -> None:
+    """From now on, those that have not been imported yet."""
+    sys.meta_path.insert(0, _Finder(deferral))
 
 
 def load_deferred(last: ModuleType | None = None) -> None:
@@ -30,7 +46,7 @@ def load_deferred(last: ModuleType | None = None) -> None:
     None: all."""
     with _loading:
         for module in list(sys.modules.values()):
-            if isinstance(module, _Deferred) and (last is None or module.__dict__.get(_IN_ORDER)):
+            if isinstance(module, _Deferred) and (last is None or _in_order(module)):
                 module._load()
             if module is last:
                 return
@@ -39,30 +55,31 @@ def load_deferred(last: ModuleType | None = None) -> None:
 def _load_one(module: ModuleType) -> None:
     """What is asked for; other threads wait for the one that does it, and what asks while it does finds what is
     there."""
-    if module.__dict__.get(_IN_ORDER):
-        load_deferred(module)
     with _loading:
+        if _in_order(module) and not _under_way:
+            load_deferred(module)
         if isinstance(module, _Deferred):
             module._load()
 
 
 class _Finder:
-    def __init__(self, names: frozenset[str], functions: Mapping[str, Collection[str]], in_order: bool) -> None:
-        self._names, self._functions, self._in_order = names, functions, in_order
+    def __init__(self, deferral: Deferral) -> None:
+        self.deferral = deferral
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Whoever imports a module of a package has imported the package: so that is done here, if it was deferred and
         the module is not."""
-        if name in self._names:
+        if name in self.deferral.names:
             spec = importlib.machinery.PathFinder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                functions = self._functions.get(name, ())
-                spec.loader = _Loader(spec.loader, functions, self._in_order)  # type: ignore[assignment]
+                spec.loader = _Loader(spec.loader, self.deferral)  # type: ignore[assignment]
             return spec
         package = sys.modules.get(name.rpartition(".")[0])
-        if isinstance(package, _Deferred):
+        if not isinstance(package, _Deferred) or _of(package) is not self.deferral:
+            return None
+        if not name.startswith(self.deferral.alone):
             _load_one(package)
             if name in sys.modules:  # the package has imported it; were it left there, it would be imported again
                 return importlib.machinery.ModuleSpec(name, _Imported(sys.modules.pop(name)))  # type: ignore[arg-type]
@@ -84,14 +101,14 @@ class _Imported:
 
 
 class _Loader:
-    def __init__(self, loader: object, functions: Collection[str], in_order: bool) -> None:
-        self._kept = {_LOADER: loader, _FUNCTIONS: functions, _IN_ORDER: in_order}
+    def __init__(self, loader: object, deferral: Deferral) -> None:
+        self._loader, self._deferral = loader, deferral
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return _Deferred(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__dict__.update(self._kept)
+        module.__dict__.update({_LOADER: self._loader, _DEFERRAL: self._deferral, _CALLS: []})
 
 
 class _Deferred(ModuleType):
@@ -100,23 +117,49 @@ class _Deferred(ModuleType):
     def __getattr__(self, name: str) -> object:
         if name.startswith("__") and name != "__all__":  # which whoever looks through all modules asks for
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        if name in self.__dict__.get(_FUNCTIONS, ()):
-            return _later(self, name)
+        deferral = _of(self)
+        if deferral is not None:
+            if name in deferral.functions.get(self.__name__, ()):
+                return _later(self, name)
+            if name in deferral.kept.get(self.__name__, ()):
+                return _kept(self, name)
+            if name in deferral.answers.get(self.__name__, ()):
+                return _answer(deferral, self, name)
+            if name in deferral.passed_on.get(self.__name__, ()):
+                return getattr(importlib.import_module(deferral.passed_on[self.__name__][name]), name)
+            if f"{self.__name__}.{name}" in deferral.names:
+                return importlib.import_module(f"{self.__name__}.{name}")
         _load_one(self)
         return ModuleType.__getattribute__(self, name) if type(self) is _Deferred else getattr(self, name)
 
     def _load(self) -> None:
-        loader = self.__dict__.pop(_LOADER, None)
-        if loader is None:
+        kept = {name: self.__dict__.pop(name, None) for name in (_LOADER, _DEFERRAL, _CALLS)}
+        if kept[_LOADER] is None:
             return
-        functions = self.__dict__.pop(_FUNCTIONS)
+        _under_way.append(self)
         try:
-            loader.exec_module(self)
+            kept[_LOADER].exec_module(self)
         except BaseException:
-            self.__dict__.update({_LOADER: loader, _FUNCTIONS: functions})
+            self.__dict__.update(kept)
             raise
+        finally:
+            _under_way.pop()
         if type(self) is _Deferred:  # it may have taken a class of its own
             self.__class__ = ModuleType  # type: ignore[assignment]
+        for name in kept[_DEFERRAL].answers.get(self.__name__, ()):
+            setattr(self, name, _answer(kept[_DEFERRAL], self, name))
+        for name, arguments in kept[_CALLS]:
+            getattr(self, name)(*arguments)
+
+
+def _of(module: ModuleType) -> Deferral | None:
+    """None: it is there, or on its way."""
+    return module.__dict__.get(_DEFERRAL)
+
+
+def _in_order(module: ModuleType) -> bool:
+    deferral = _of(module)
+    return deferral is not None and deferral.in_order
 
 
 def _later(module: ModuleType, name: str) -> Callable[..., object]:
@@ -128,5 +171,21 @@ def _later(module: ModuleType, name: str) -> Callable[..., object]:
     return function
 
 
-_LOADER, _FUNCTIONS, _IN_ORDER = "_deferred_loader", "_deferred_functions", "_deferred_in_order"
+def _answer(deferral: Deferral, module: ModuleType, name: str) -> Callable[[], object]:
+    return partial(deferral.answers[module.__name__].get, name)
+
+
+def _kept(module: ModuleType, name: str) -> Callable[..., None]:
+    def function(*arguments: object) -> None:
+        calls = module.__dict__.get(_CALLS)
+        if calls is None:  # it has been imported meanwhile
+            getattr(module, name)(*arguments)
+        else:
+            calls.append((name, arguments))
+
+    return function
+
+
+_LOADER, _DEFERRAL, _CALLS = "_deferred_loader", "_deferral", "_deferred_calls"
 _loading = threading.RLock()
+_under_way: list[ModuleType] = []  # what these ask for comes as it would without deferring

@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from configs.env import BEFORE_PLAN, WITH_NUMPY, fits_before_plan, read_env, set_variables, take_environment
+from configs.env import BEFORE_PLAN, OF_RANKS, fits_before_plan, read_env, set_variables, take_environment
 from engine.process.code_ahead import CodeAhead
 from engine.process.console import say
 from engine.process.orphan import die_with_parent
@@ -84,7 +84,7 @@ def _import_all(supervisor: socket.socket, known: Told | None, plainly: bool) ->
         importlib.import_module(known.module).import_loop(known.architecture)
         return known, None
     gc.disable()  # import_loop enables it
-    set_variables(BEFORE_PLAN if known is None else WITH_NUMPY)
+    set_variables(BEFORE_PLAN if known is None else OF_RANKS)
     defer_modules()
     ahead = CodeAhead(read_env().cache_root)
     with ahead.used():

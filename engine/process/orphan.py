@@ -6,16 +6,9 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-
-
-def child_command(module: str, arguments: Sequence[str]) -> list[str]:
-    """The words that run `module` as a child of this process. -P: no file of the working directory is imported in the
-    place of one of ours."""
-    return [sys.executable, "-P", "-m", module, *arguments, "--parent", str(os.getpid())]
 
 
 _PID_BITS = 22  # the most that a process id of Linux has

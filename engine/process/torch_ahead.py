@@ -18,34 +18,57 @@ import threading
 from collections.abc import Callable
 
 from configs.versions import torch_home, torch_says, torch_version
-from engine.process.deferred import defer
+from engine.process.deferred import Deferral, defer
 
 OF_ANY = ("torch._meta_registrations",)
 OF_VERSION = {
     "2.13": (
         *OF_ANY,
         "torch._higher_order_ops",
+        "torch._library.infer_schema",
+        "torch._lobpcg",
         "torch._native",
+        "torch._size_docs",
+        "torch._storage_docs",
+        "torch._tensor_docs",
+        "torch._torch_docs",
         "torch.ao",
         "torch.autograd.gradcheck",
         "torch.compiler",
+        "torch.distributed",
         "torch.distributed._meta_registrations",
         "torch.distributed.config",
+        "torch.distributed.rpc",
         "torch.distributions",
         "torch.export",
+        "torch.fft",
         "torch.func",
+        "torch.fx",
+        "torch.fx.experimental",
+        "torch.fx.traceback",
+        "torch.jit",
+        "torch.jit._builtins",
+        "torch.linalg",
         "torch.masked",
         "torch.mtia",
         "torch.nested",
+        "torch.nn",
         "torch.nn.attention",
+        "torch.nn.functional",
         "torch.nn.intrinsic",
+        "torch.nn.modules",
         "torch.nn.qat",
         "torch.nn.quantizable",
         "torch.nn.quantized",
         "torch.optim",
+        "torch.package",
         "torch.profiler",
         "torch.quantization",
+        "torch.signal",
+        "torch.signal.windows",
         "torch.sparse",
+        "torch.special",
+        "torch.testing",
         "torch.utils.data",
         "torch.xpu",
         "torchgen.model",
@@ -54,28 +77,57 @@ OF_VERSION = {
 # Of other libraries, which few requests ask for, or none.
 OF_OTHERS = (
     "llguidance",
+    "numpy",
+    "numpy._core",
     "numpy._core._add_newdocs",
     "numpy._core._add_newdocs_scalars",
-    "pickletools",
+    "numpy.linalg",
     "tokenizers",
     "tqdm",
     "unittest",
     "unittest.mock",
     "urllib.request",
+    "zmq",
 )
 FUNCTIONS = {
+    "numpy.linalg": ("eigvals", "inv", "lstsq", "matrix_power"),
     "torch._higher_order_ops": ("cond", "while_loop"),
+    "torch._library.infer_schema": ("infer_schema",),
+    "torch._lobpcg": ("lobpcg",),
     "torch.autograd.gradcheck": ("gradcheck", "gradgradcheck"),
     "torch.func": ("vmap",),
     "tqdm": ("tqdm",),
     "urllib.request": ("Request", "urlopen"),
 }
+KEPT = {"torch.jit._builtins": ("_register_builtin",)}  # TorchScript is told of all operations that are looked up
+ANSWERS = {"torch.distributed.rpc": {"is_available": False}}  # TorchScript asks, which no rank runs
+PASSED_ON = {
+    "torch.jit": {"Future": "torch._C"},
+    "torch.nn": {
+        "Module": "torch.nn.modules.module",
+        "ModuleList": "torch.nn.modules.container",
+        "Parameter": "torch.nn.parameter",
+    },
+    "torch.nn.functional": {"linear": "torch._C._nn", "pad": "torch._C._nn"},
+}
+ALONE = (
+    "numpy.",
+    "torch.fx._compatibility",
+    "torch.fx.experimental.sym_node",
+    "torch.fx.operator_schemas",
+    "torch.nn.modules.container",
+    "torch.nn.modules.module",
+    "torch.nn.parameter",
+    "torch.package._mangling",
+    "zmq.constants",
+)
 # What a rank or torch imports that needs no torch. The system loads one library at a time, and torch's take long: so
-# those come first that MODULES load, and what loads others comes behind torch's.
+# those come first that MODULES load, and what loads others (ctypes also does) comes behind torch's.
 LIBRARIES = (
     "msgspec",
     "_csv",
     "_heapq",
+    "numpy._core._multiarray_umath",
     "_multiprocessing",
     "_pickle",
     "_posixsubprocess",
@@ -90,10 +142,19 @@ MODULES = (
     "engine.process.heartbeat",
     "engine.process.console",
     "engine.process.places",
-    "engine.speculation.plan",
+    "engine.recovery",
+    "numpy.typing",
+    "cache.manager",
     "configs.hosts",
+    "engine.schedule_builder",
+    "engine.speculation.speculation",
+    "engine.structured.guide",
+    "eplb.balancer",
     "ep.recorder",
     "ep.requirements",
+    "front.messages",
+    "front.structured.xgrammar_backend",
+    "front.text.chat_template",
     "dbo.steps",
     "layers.gguf.header",
     "models.registry",
@@ -101,11 +162,12 @@ MODULES = (
     "store.numa",
     "concurrent.futures.thread",
     "email.parser",
-    "importlib.metadata",
     "multiprocessing.connection",
     "pkgutil",
     "tarfile",
+    "zmq.constants",
 )
+_BEHIND = 10  # of nice(2)
 # Lazily: of torch's functions few are called, and looking all of them up takes time.
 _OF_TORCH = (("libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL), ("libtorch_python.so", os.RTLD_LAZY))
 
@@ -118,8 +180,8 @@ def deferred_modules() -> tuple[str, ...]:
 
 def defer_modules() -> None:
     """Before they are imported."""
-    defer(deferred_modules(), FUNCTIONS)
-    defer(OF_OTHERS, FUNCTIONS, in_order=False)
+    defer(Deferral(deferred_modules(), FUNCTIONS, KEPT, ANSWERS, PASSED_ON, ALONE))
+    defer(Deferral(OF_OTHERS, FUNCTIONS, alone=ALONE, in_order=False))
 
 
 def import_beside(read: Callable[[], None]) -> None:
@@ -135,10 +197,15 @@ def import_beside(read: Callable[[], None]) -> None:
 
 
 def _import_modules(read: Callable[[], None]) -> None:
+    """Behind torch's libraries, and behind what the parent imports, where cores are few: they take longer."""
     with contextlib.suppress(Exception):  # who needs it imports it, and is told
+        if sys.platform == "linux":  # elsewhere it would be the whole process
+            os.nice(_BEHIND)
         read()
         for name in MODULES:
             importlib.import_module(name)
+        # What is installed is known when torch asks so.
+        importlib.import_module("importlib.metadata").version("optree")
 
 
 def load_libraries() -> None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from engine.process.orphan import child_command
+from engine.process.child import child_command
 
 MAX_PROCESSORS = 16
 IMPORT_SECONDS = 120.0  # for all of them, torch among what they import

@@ -6,11 +6,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ep.device import await_true, mark_device
 from ep.protocol import PeerLost, Pending
@@ -18,6 +17,9 @@ from ep.transport.comm import Comm
 from ep.transport.group import Group, Transport
 from ep.transport.joining import connect
 from ep.transport.shm_group import ShmGroup
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 class DeviceGroup:
@@ -144,7 +146,7 @@ class DeviceGroup:
 
     def _meeting(self, name: str) -> Store:
         assert self._store is not None, "this group was made without a store"
-        return PrefixStore(name, self._store())
+        return dist.PrefixStore(name, self._store())  # type: ignore[attr-defined]
 
     def _backend(self, name: str, device: torch.device | None = None) -> Any:
         if (device or self.device).type != "cuda":

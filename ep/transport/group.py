@@ -14,18 +14,20 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 import dbo.alive as alive
 from ep.protocol import PeerLost, Pending, Ready
 from ep.transport.joining import LOOPBACK, connect
 from ep.transport.links import Links
 from ep.transport.shm_group import ShmGroup
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 LARGE_BYTES = 1 << 18  # of the longest message of an exchange (GlooGroup.all_to_all)
 _MAX_TAG = 1 << 30
@@ -290,7 +292,8 @@ def join_gloo(
     once."""
     what = f"group {name!r} (epoch {epoch})"
     # Exchanges under way at once: one per lane of overlap, and parcels beside them.
-    mesh = connect(PrefixStore(name, store), rank, size, timeout, what, threads=4, address=address, stop=stop)
+    store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    mesh = connect(store, rank, size, timeout, what, threads=4, address=address, stop=stop)
     track = alive.AGREEING if name == alive.AGREEMENT else alive.COMPUTING
     return GlooGroup(rank, size, cast(Transport, mesh), over_network=address != LOOPBACK, track=track)
 

@@ -11,13 +11,16 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
+import torch.distributed as dist
 
 import dbo.alive as alive
 from ep.protocol import PeerLost
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 LOOPBACK = "127.0.0.1"
 # The longest that each try may take, as shares of the time allowed. The last takes what is left.
@@ -43,7 +46,7 @@ def rendezvous(
     """
     deadline = time.monotonic() + timeout
     try:
-        store: Store = PrefixStore(name, open_store())
+        store: Store = dist.PrefixStore(name, open_store())  # type: ignore[attr-defined]
         store.set(f"here/{rank}", "")
         _await_keys(store, "here", rank, size, deadline, f"in {name}", stop)
     except PeerLost:
@@ -74,7 +77,7 @@ def connect(
     story = ""
     try:
         for number, share in enumerate(TRIES):
-            part = PrefixStore(f"try-{number}", store)
+            part = dist.PrefixStore(f"try-{number}", store)  # type: ignore[attr-defined]
             left = deadline - time.monotonic()
             mesh, reason = _try(part, rank, size, min(share * timeout, left), threads, address)
             part.set(f"went/{rank}", f"{address} {reason}")
@@ -122,11 +125,11 @@ def _try(
     mine_G, met_G, each = torch.full((size,), rank), torch.empty(size, dtype=torch.int64), [1] * size
     mesh: Any = None
     try:
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = datetime.timedelta(seconds=bound)
         options._threads = threads
-        mesh = ProcessGroupGloo(part, rank, size, options)
+        mesh = dist.ProcessGroupGloo(part, rank, size, options)
         # To gloo a connection stands as soon as it has been accepted, by whomever.
         mesh.alltoall_base(met_G, mine_G, each, each).wait()
     except RuntimeError as error:

@@ -14,12 +14,14 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-
-from torch.distributed import Store  # type: ignore[attr-defined]
+from typing import TYPE_CHECKING
 
 import dbo.alive as alive
 from ep.protocol import PeerLost, Pending
 from native.links import LinkSockets, can_run
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 _HELLO = struct.Struct("<QQ")  # the listener's number, the rank that connects
 _LOOK_SECONDS = 0.2  # between two questions whether to stop

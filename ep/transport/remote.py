@@ -14,8 +14,9 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+import torch.distributed as dist
 
 from ep.protocol import Pending
 from ep.transport.group import Group, LocalGroup, join_gloo
@@ -23,6 +24,9 @@ from ep.transport.joining import rendezvous
 from ep.transport.links import Links, open_links
 from ep.transport.shm_futex import unsupported
 from ep.transport.shm_group import ShmGroup, shm_group
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 log = logging.getLogger("moesaic.remote")
 
@@ -57,7 +61,8 @@ def remote_groups(
         return LocalGroup(), LocalGroup()
 
     def open_store() -> Store:
-        return TCPStore(*store, timeout=datetime.timedelta(seconds=timeout), wait_for_workers=False)
+        seconds = datetime.timedelta(seconds=timeout)
+        return dist.TCPStore(*store, timeout=seconds, wait_for_workers=False)  # type: ignore[attr-defined]
 
     meeting = rendezvous(open_store, f"epoch-{epoch}", rank, size, timeout, stop)
     agreement = join_gloo(meeting, rank, size, timeout, "agreement", epoch, address, stop)

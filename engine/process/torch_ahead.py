@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import importlib
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable
@@ -35,10 +34,7 @@ OF_VERSION = {
         "torch.ao",
         "torch.autograd.gradcheck",
         "torch.compiler",
-        "torch.distributed",
         "torch.distributed._meta_registrations",
-        "torch.distributed.config",
-        "torch.distributed.rpc",
         "torch.distributions",
         "torch.export",
         "torch.fft",
@@ -74,6 +70,8 @@ OF_VERSION = {
         "torchgen.model",
     )
 }
+# These are imported without those that were met before them.
+APART = {"2.13": ("torch.distributed", "torch.distributed.config", "torch.distributed.rpc")}
 # Of other libraries, which few requests ask for, or none.
 OF_OTHERS = (
     "llguidance",
@@ -89,6 +87,7 @@ OF_OTHERS = (
     "urllib.request",
     "zmq",
 )
+# What can be had of them meanwhile: `Deferral` of engine/process/deferred.py.
 FUNCTIONS = {
     "numpy.linalg": ("eigvals", "inv", "lstsq", "matrix_power"),
     "torch._higher_order_ops": ("cond", "while_loop"),
@@ -173,15 +172,20 @@ _OF_TORCH = (("libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL), ("libtor
 
 
 def deferred_modules() -> tuple[str, ...]:
-    """Of the torch that is installed."""
-    version = re.match(r"\d+\.\d+", torch_version())
-    return OF_VERSION.get(version[0], OF_ANY) if version else OF_ANY
+    """Of the torch that is installed, those that come in order."""
+    return OF_VERSION.get(_version(), OF_ANY)
 
 
 def defer_modules() -> None:
     """Before they are imported."""
     defer(Deferral(deferred_modules(), FUNCTIONS, KEPT, ANSWERS, PASSED_ON, ALONE))
-    defer(Deferral(OF_OTHERS, FUNCTIONS, alone=ALONE, in_order=False))
+    apart = APART.get(_version(), ())
+    defer(Deferral((*apart, *OF_OTHERS), FUNCTIONS, answers=ANSWERS, alone=ALONE, in_order=False))
+
+
+def _version() -> str:
+    """The first two numbers."""
+    return ".".join(torch_version().split(".")[:2])
 
 
 def import_beside(read: Callable[[], None]) -> None:

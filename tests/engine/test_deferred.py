@@ -32,6 +32,9 @@ assert len(torch.nn.ModuleList([torch.nn.Module()])) == 1
 assert [type(sys.modules[name]).__name__ for name in met] == ["_Deferred"] * len(met)
 """
 LATER = """
+assert type(sys.modules["torch.distributed"]).__name__ == "_Deferred"
+assert torch.distributed.PrefixStore("name", torch.distributed.HashStore()) is not None
+assert [type(sys.modules[name]).__name__ for name in met] == ["_Deferred"] * len(met)
 module = torch.nn.Linear(3, 2)
 assert module(torch.ones(1, 3)).shape == (1, 2) and type(sys.modules["torch.nn"]) is type(sys)
 assert module(torch.ones(1, 3)).sum().backward() is None and module.weight.grad is not None

@@ -111,6 +111,7 @@ PASSED_ON = {
 }
 ALONE = (
     "numpy.",
+    "torch.distributed._meta_registrations",
     "torch.fx._compatibility",
     "torch.fx.experimental.sym_node",
     "torch.fx.operator_schemas",

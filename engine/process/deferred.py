@@ -126,7 +126,9 @@ class _Deferred(ModuleType):
             if name in deferral.answers.get(self.__name__, ()):
                 return _answer(deferral, self, name)
             if name in deferral.passed_on.get(self.__name__, ()):
-                return getattr(importlib.import_module(deferral.passed_on[self.__name__][name]), name)
+                value = getattr(importlib.import_module(deferral.passed_on[self.__name__][name]), name)
+                self.__dict__[name] = value  # it is asked for in every step
+                return value
             if f"{self.__name__}.{name}" in deferral.names:
                 return importlib.import_module(f"{self.__name__}.{name}")
         _load_one(self)

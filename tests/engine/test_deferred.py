@@ -247,7 +247,7 @@ print("good")
 
 
 def test_what_a_module_has_from_another_is_taken_there(package: Path) -> None:
-    (package / "other.py").write_text("from thing.own import same\n")
+    (package / "other.py").write_text("from thing.own import same\nnumber = 8\n")
     (package / "thing" / "own.py").write_text("same = 5\n")
     run(
         """
@@ -255,7 +255,9 @@ from engine.process.deferred import Deferral, defer
 defer(Deferral(["other", "thing"], passed_on={"other": {"same": "thing.own"}}, alone=("thing.own",)))
 import other
 import thing
-assert other.same == 5 and "same" not in vars(other) and "number" not in vars(thing)
+assert other.same == 5 and "number" not in vars(other) and "number" not in vars(thing)
+assert vars(other)["same"] == 5  # not looked for again
+assert other.number == 8 and other.same == 5
 print("good")
 """,
         package,

@@ -13,7 +13,6 @@ import importlib.machinery
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from types import ModuleType
 from typing import NamedTuple
 
@@ -124,7 +123,7 @@ class _Deferred(ModuleType):
             if name in deferral.kept.get(self.__name__, ()):
                 return _kept(self, name)
             if name in deferral.answers.get(self.__name__, ()):
-                return _answer(deferral, self, name)
+                return _answering(deferral.answers[self.__name__][name])
             if name in deferral.passed_on.get(self.__name__, ()):
                 value = getattr(importlib.import_module(deferral.passed_on[self.__name__][name]), name)
                 self.__dict__[name] = value  # it is asked for in every step
@@ -148,8 +147,8 @@ class _Deferred(ModuleType):
             _under_way.pop()
         if type(self) is _Deferred:  # it may have taken a class of its own
             self.__class__ = ModuleType  # type: ignore[assignment]
-        for name in kept[_DEFERRAL].answers.get(self.__name__, ()):
-            setattr(self, name, _answer(kept[_DEFERRAL], self, name))
+        for name, answer in kept[_DEFERRAL].answers.get(self.__name__, {}).items():
+            setattr(self, name, _answering(answer))
         for name, arguments in kept[_CALLS]:
             getattr(self, name)(*arguments)
 
@@ -173,17 +172,18 @@ def _later(module: ModuleType, name: str) -> Callable[..., object]:
     return function
 
 
-def _answer(deferral: Deferral, module: ModuleType, name: str) -> Callable[[], object]:
-    return partial(deferral.answers[module.__name__].get, name)
+def _answering(answer: object) -> Callable[..., object]:
+    return lambda *arguments, **named: answer
 
 
 def _kept(module: ModuleType, name: str) -> Callable[..., None]:
     def function(*arguments: object) -> None:
-        calls = module.__dict__.get(_CALLS)
-        if calls is None:  # it has been imported meanwhile
-            getattr(module, name)(*arguments)
-        else:
-            calls.append((name, arguments))
+        with _loading:
+            calls = module.__dict__.get(_CALLS)
+            if calls is None:  # it has been imported meanwhile
+                getattr(module, name)(*arguments)
+            else:
+                calls.append((name, arguments))
 
     return function
 

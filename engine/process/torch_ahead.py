@@ -72,7 +72,7 @@ OF_VERSION = {
 }
 # These are imported without those that were met before them.
 APART = {"2.13": ("torch.distributed", "torch.distributed.config", "torch.distributed.rpc")}
-# Of other libraries, which few requests ask for, or none.
+# Of other libraries: what few requests ask for, or none; and numpy and zmq, of which a part comes before the whole.
 OF_OTHERS = (
     "llguidance",
     "numpy",

@@ -38,8 +38,8 @@ def join_store(port: int, timeout: float) -> Store:
     """Another rank's. Raises PeerLost naming rank 0 when it has gone again."""
     try:
         socket.create_connection((LOOPBACK, port), _CONNECT_SECONDS).close()
-        seconds = datetime.timedelta(seconds=timeout)
-        return dist.TCPStore(LOOPBACK, port, timeout=seconds, wait_for_workers=False)  # type: ignore[attr-defined]
+        longest = datetime.timedelta(seconds=timeout)
+        return dist.TCPStore(LOOPBACK, port, timeout=longest, wait_for_workers=False)  # type: ignore[attr-defined]
     except (OSError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise PeerLost((0,), f"the store of rank 0 at port {port} is gone: {reason}") from error

@@ -61,8 +61,8 @@ def remote_groups(
         return LocalGroup(), LocalGroup()
 
     def open_store() -> Store:
-        seconds = datetime.timedelta(seconds=timeout)
-        return dist.TCPStore(*store, timeout=seconds, wait_for_workers=False)  # type: ignore[attr-defined]
+        longest = datetime.timedelta(seconds=timeout)
+        return dist.TCPStore(*store, timeout=longest, wait_for_workers=False)  # type: ignore[attr-defined]
 
     meeting = rendezvous(open_store, f"epoch-{epoch}", rank, size, timeout, stop)
     agreement = join_gloo(meeting, rank, size, timeout, "agreement", epoch, address, stop)

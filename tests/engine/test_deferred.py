@@ -83,6 +83,25 @@ def test_what_a_rank_imports_leaves_them_out_and_they_are_there_when_asked_for()
     run(TORCH + LATER)
 
 
+def test_what_needs_no_torch_comes_beside_its_libraries_behind_others() -> None:
+    """All of it: a name that cannot be imported there would keep those behind it away, and nobody would be told."""
+    run(
+        """
+import os, sys, threading
+from engine.process.torch_ahead import MODULES, defer_modules, import_beside
+defer_modules()
+before, threads = os.getpriority(os.PRIO_PROCESS, 0), []
+import_beside(lambda: threads.append((os.getpriority(os.PRIO_PROCESS, 0), threading.get_native_id())))
+assert threads[0][0] == min(before + 10, 19) and os.getpriority(os.PRIO_PROCESS, 0) == before  # the thread's alone
+assert threads[0][1] != threading.get_native_id() and "torch" not in sys.modules
+assert not [name for name in MODULES if name not in sys.modules]
+import numpy, torch
+assert torch.from_numpy(numpy.ones(2)).sum().item() == 2 and numpy.linalg.inv(numpy.eye(1)).tolist() == [[1]]
+print("good")
+"""
+    )
+
+
 @pytest.mark.slow
 def test_any_of_them_may_be_the_first_that_is_asked_for() -> None:
     run(TORCH + EACH)
